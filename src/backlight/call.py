@@ -1,0 +1,86 @@
+"""One bound attention call: the spec, its tensors in canonical layout, and the checks that need no arithmetic.
+
+Canonical layout is `[B, H, S, D]` for every call; packed sequences are the case B = 1 with `cu_seqlens`. Every backend and the
+oracle read this object, so arguments are listed once, here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from backlight.spec import AttentionSpec, Segment, packed_segments
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """q [B,Hq,Sq,D], k [B,Hkv,Sk,D], v [B,Hkv,Sk,Dv], learned terms, and cu_seqlens [Z+1] when sequences are packed."""
+
+    spec: AttentionSpec
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None = None
+    sink: Tensor | None = None
+    tau: Tensor | None = None
+    gate: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    deterministic: bool = False
+    _segments: tuple[Segment, ...] | None = field(default=None, repr=False)
+
+    @property
+    def group(self) -> int:
+        """r = Hq / Hkv: query heads per key/value head."""
+        return self.q.shape[1] // max(1, self.k.shape[1])
+
+    @property
+    def scale(self) -> float:
+        return self.spec.resolve_scale(self.q.shape[-1])
+
+    @property
+    def varlen(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
+    def accumulator_dtype(self) -> torch.dtype:
+        """fp32 for every input dtype but fp64 (numerics contract)."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """Names of the gradients this call has, in argument order."""
+        return ("dq", "dk", "dv", *(f"d{term}" for term in self.spec.terms))
+
+    def segments(self) -> tuple[Segment, ...]:
+        """The independent problems of the call; reads cu_seqlens on the host."""
+        if self._segments is None:
+            object.__setattr__(self, "_segments", self._find_segments())
+        return self._segments  # type: ignore[return-value]
+
+    def _find_segments(self) -> tuple[Segment, ...]:
+        batch, _, sq, _ = self.q.shape
+        sk = self.k.shape[2]
+        if self.cu_seqlens_q is None:
+            return tuple(Segment(b, 0, sq, 0, sk) for b in range(batch))
+        assert self.cu_seqlens_k is not None
+        cu_q = read_cu_seqlens("cu_seqlens_q", self.cu_seqlens_q, sq)
+        cu_k = cu_q if self.cu_seqlens_k is self.cu_seqlens_q else read_cu_seqlens("cu_seqlens_k", self.cu_seqlens_k, sk)
+        return packed_segments(cu_q, cu_k)
+
+
+def read_cu_seqlens(name: str, cu_seqlens: Tensor, total: int) -> tuple[int, ...]:
+    """Host values of a cu_seqlens tensor, checked: starts at 0, never decreases, ends at the packed length."""
+    values = tuple(cu_seqlens.tolist())
+    if values[0] != 0:
+        raise ValueError(f"{name} must start at 0, got {values[0]}")
+    for z, (a, b) in enumerate(zip(values, values[1:], strict=False)):
+        if b < a:
+            raise ValueError(f"{name} must not decrease, got {a} then {b} at position {z + 1}")
+    if values[-1] != total:
+        raise ValueError(f"{name} must end at the packed length {total}, got {values[-1]}")
+    return values

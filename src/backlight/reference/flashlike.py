@@ -1,0 +1,111 @@
+"""Yardstick B: the error a good flash kernel cannot avoid.
+
+Matmul operands are rounded to the inputs' dtype, everything else is fp32, keys are visited in tiles with a running maximum
+(eq. 31), elastic softmax in two sweeps (eq. 32), and delta comes from the rounded outputs (eq. 27, 28). A kernel much worse than
+this rounds somewhere it should not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backlight.call import Call
+from backlight.reference import trace
+from backlight.reference.oracle import Oracle
+from backlight.reference.trace import Trace, Values
+
+TILE = 64
+PRODUCED = ("lse", "o", "u", "y", "do", "delta", "dq", "dk", "dv", "dbias", "dsink", "dtau", "dgate")
+
+
+@dataclass(frozen=True)
+class Flashlike(Oracle):
+    storage: torch.dtype = torch.bfloat16
+
+    def run_head(self, inputs: Mapping[str, object], names: Iterable[str]) -> Values:
+        head = dict(inputs)
+        head |= self._forward(head)
+        if head["dy"] is not None:
+            head |= self._backward(head)
+        return head  # type: ignore[return-value]
+
+    def _operand(self, value: Tensor) -> Tensor:
+        return value.to(self.storage).to(self.dtype)
+
+    def _tiles(self, head: Mapping[str, Tensor]) -> Iterator[tuple[slice, Tensor, Tensor, dict]]:
+        """Key tiles with their scores: (keys, capped, s, the tile's geometry)."""
+        for j0 in range(0, head["k"].shape[0], TILE):
+            keys = slice(j0, j0 + TILE)
+            capped = trace.capped(trace.x(head["q"], head["k"][keys], head["scale"]), head["softcap"])
+            column, visible = head["column"][:, keys], head["visible"][:, keys]
+            yield keys, capped, trace.s(capped, head["bias"], column, visible), {"column": column, "visible": visible}
+
+    def _forward(self, head: Mapping[str, Tensor]) -> Values:
+        rows = head["q"].shape[0]
+        sink = head["sink"]
+        row_max = head["q"].new_full((rows,), -torch.inf) if sink is None else sink.repeat(rows)
+        row_sum = torch.zeros_like(row_max) if sink is None else torch.ones_like(row_max)
+        acc = head["q"].new_zeros(rows, head["v"].shape[1])
+        for keys, _, s, _ in self._tiles(head):
+            new_max = torch.maximum(row_max, s.amax(dim=-1))
+            finite = new_max.masked_fill(new_max == -torch.inf, 0)
+            rescale = torch.exp(row_max - finite)
+            p = torch.exp(s - finite[:, None])
+            row_sum = row_sum * rescale + p.sum(dim=-1)
+            acc = acc * rescale[:, None] + self._operand(p) @ head["v"][keys]
+            row_max = new_max
+        lse = row_max + torch.log(row_sum)
+        o = acc / row_sum.masked_fill(row_sum == 0, 1)[:, None]
+        u = torch.zeros_like(o)
+        if head["tau"] is not None:
+            o = torch.zeros_like(o)
+            for keys, _, s, tile in self._tiles(head):
+                p = trace.p(s, lse)
+                m = trace.m(p, head["tau"], head["n"], tile["visible"])
+                o += self._operand(trace.a(p, m, head["tau"], head["n"])) @ head["v"][keys]
+                u += m @ head["v"][keys]
+        return {"lse": lse, "o": o, "u": self._operand(u), "y": self._operand(trace.y(o, head["gate"]))}
+
+    def _backward(self, head: Mapping[str, Tensor]) -> Values:
+        dy, y, tau, n, dlse = head["dy"], head["y"], head["tau"], head["n"], head["dlse"]
+        do = self._operand(trace.do(dy, head["gate"]))
+        dgate = torch.zeros_like(dy) if head["gate"] is None else dy * y * (1 - torch.sigmoid(head["gate"]))
+        delta = (dy * y).sum(dim=-1)
+        dtau = dy.new_zeros(())
+        if tau is not None:
+            per_key = (do * head["u"]).sum(dim=-1) / n.clamp(min=1).squeeze(-1)
+            delta = delta - tau * per_key
+            dtau = per_key.sum()
+        if dlse is not None:
+            delta = delta - dlse
+        out = {name: torch.zeros_like(head[name[1:]]) for name in ("dq", "dk", "dv")}
+        dbias = torch.zeros(0) if head["bias"] is None else torch.zeros_like(head["bias"])
+        for keys, capped, s, tile in self._tiles(head):
+            p = trace.p(s, head["lse"])
+            m = trace.m(p, tau, n, tile["visible"])
+            out["dv"][keys] = self._operand(trace.a(p, m, tau, n)).mT @ do
+            ds = trace.ds(p, m, trace.dp(do, head["v"][keys]), delta)
+            dx = self._operand(trace.dx(ds, capped, head["softcap"]))
+            out["dq"] += trace.dq(dx, head["k"][keys], head["scale"])
+            out["dk"][keys] = trace.dk(dx, head["q"], head["scale"])
+            dbias = dbias + trace.dbias(ds, head["bias"], tile["column"]) if head["bias"] is not None else dbias
+        return out | {
+            "do": do,
+            "delta": delta,
+            "dbias": dbias,
+            "dsink": trace.dsink(trace.p_sink(head["lse"], head["sink"]), delta),
+            "dtau": dtau,
+            "dgate": dgate,
+        }
+
+
+def flashlike(call: Call, dy: Tensor | None = None, dlse: Tensor | None = None, keep: Iterable[str] | None = None) -> Trace:
+    compute = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    wanted = PRODUCED if keep is None else tuple(keep)
+    result = Flashlike(dtype=compute, storage=call.q.dtype)(call, dy, dlse, [name for name in wanted if name in PRODUCED])
+    rounded = ("y", "dq", "dk", "dv", "dgate")
+    return Trace({name: value.to(call.q.dtype).to(compute) if name in rounded else value for name, value in result.items()})

@@ -1,0 +1,149 @@
+"""The oracle: dense attention in float64 with a hand-written backward, one head of one segment at a time.
+
+It returns every intermediate by name as a `Trace`. Memory is a handful of Sq x Sk matrices of ONE head; ask for outputs only
+(`keep=OUTPUTS + GRADIENTS`) and a long sequence fits. The formulas live in `trace.py`; this file slices the call into heads,
+runs the stages and puts the pieces together (GQA sums, sums over batch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from backlight.call import Call
+from backlight.reference.trace import BACKWARD, FORWARD, STAGES, Stage, Trace, Values
+from backlight.spec import Segment
+
+Rounding = Callable[[str, Tensor], Tensor]
+
+MATRICES = ("x", "capped", "s", "p", "m", "a", "dp", "ds", "dx")
+ROWS = ("lse", "p_sink", "delta")
+ROW_VECTORS = ("o", "u", "y", "do", "dgate", "dq")
+KEY_VECTORS = ("dk", "dv")
+PARAMETERS = ("dbias", "dsink", "dtau")
+
+
+def _exact(name: str, value: Tensor) -> Tensor:
+    return value
+
+
+def _head_of_group(h: int, group: int) -> int:
+    return h // group
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """How a call is evaluated. The default is the truth; mutants replace stages, the head map or the final sums.
+
+    dtype:   arithmetic of every stage.
+    round:   applied to each stage's value, by name (yardsticks round to a storage dtype here).
+    kv_head: query head, group size -> key/value head.
+    """
+
+    stages: Mapping[str, Stage] = field(default_factory=lambda: STAGES)
+    dtype: torch.dtype = torch.float64
+    round: Rounding = _exact
+    kv_head: Callable[[int, int], int] = _head_of_group
+
+    def __call__(
+        self,
+        call: Call,
+        dy: Tensor | None = None,
+        dlse: Tensor | None = None,
+        keep: Iterable[str] | None = None,
+    ) -> Trace:
+        """Forward, and backward too when `dy` or `dlse` is given. `keep` names the quantities to return; None = all."""
+        backward = dy is not None or dlse is not None
+        names = [name for name in self.stages if name in FORWARD or (backward and name in BACKWARD)]
+        kept = list(names if keep is None else [name for name in names if name in set(keep)])
+        if backward and dy is None:
+            dy = call.q.new_zeros(*call.q.shape[:3], call.v.shape[-1])
+        trace = {name: self._blank(name, call) for name in kept}
+        for batch, h, segment, inputs in self._heads(call, dy, dlse):
+            values = self.run_head(inputs, names)
+            for name in kept:
+                self._place(trace[name], name, values[name], batch, h, segment, call)
+        return Trace(trace)
+
+    def run_head(self, inputs: Mapping[str, object], names: Iterable[str]) -> Values:
+        """All named stages of one head, in order."""
+        values = dict(inputs)
+        for name in names:
+            values[name] = self.round(name, self.stages[name](values))
+        return values  # type: ignore[return-value]
+
+    def _heads(
+        self, call: Call, dy: Tensor | None, dlse: Tensor | None
+    ) -> Iterator[tuple[int, int, Segment, dict[str, object]]]:
+        """Inputs of every (segment, query head) in ascending order."""
+        spec = call.spec
+
+        def cast(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.detach().to(self.dtype)
+
+        for segment in call.segments():
+            sq, sk, b = segment.sq, segment.sk, segment.batch
+            rows, keys = slice(segment.q0, segment.q1), slice(segment.k0, segment.k1)
+            position = torch.arange(sq, device=call.q.device)[:, None] + (sk - sq)
+            geometry = {
+                "scale": call.scale,
+                "softcap": spec.softcap,
+                "visible": spec.allowed(sq, sk, call.q.device),
+                "n": spec.visible_counts(sq, sk, call.q.device)[:, None],
+                "column": position - torch.arange(sk, device=call.q.device)[None, :] + spec.bias_origin,
+            }
+            for h in range(call.q.shape[1]):
+                g = self.kv_head(h, call.group)
+                yield b, h, segment, geometry | {
+                    "q": cast(call.q[b, h, rows]),
+                    "k": cast(call.k[b, g, keys]),
+                    "v": cast(call.v[b, g, keys]),
+                    "bias": None if call.bias is None else cast(call.bias[h]),
+                    "sink": None if call.sink is None else cast(call.sink[h]),
+                    "tau": None if call.tau is None else cast(call.tau[h]),
+                    "gate": None if call.gate is None else cast(call.gate[b, h, rows]),
+                    "dy": None if dy is None else cast(dy[b, h, rows]),
+                    "dlse": None if dlse is None else self._finite_rows(cast(dlse[b, h, rows]), segment, call),
+                }
+
+    @staticmethod
+    def _finite_rows(dlse: Tensor | None, segment: Segment, call: Call) -> Tensor:
+        """dlse of rows that see nothing is ignored, unless a sink gives them a finite lse."""
+        assert dlse is not None
+        if call.sink is not None:
+            return dlse
+        return dlse.masked_fill(call.spec.visible_counts(segment.sq, segment.sk, dlse.device) == 0, 0)
+
+    def _blank(self, name: str, call: Call) -> Tensor:
+        batch, hq, sq, d = call.q.shape
+        sk, dv = call.v.shape[2:]
+        if name in MATRICES:
+            shape: tuple[int, ...] = (batch, hq, sq, sk)
+        elif name in ROWS:
+            shape = (batch, hq, sq)
+        elif name in ROW_VECTORS:
+            shape = (batch, hq, sq, d if name == "dq" else dv)
+        elif name in KEY_VECTORS:
+            shape = (batch, call.k.shape[1], sk, d if name == "dk" else dv)
+        elif name == "dbias":
+            shape = (hq, 0 if call.bias is None else call.bias.shape[1])
+        else:
+            shape = (hq,)
+        return torch.full(shape, -torch.inf if name == "s" else 0.0, dtype=self.dtype, device=call.q.device)
+
+    def _place(self, out: Tensor, name: str, value: Tensor, b: int, h: int, segment: Segment, call: Call) -> None:
+        rows, keys = slice(segment.q0, segment.q1), slice(segment.k0, segment.k1)
+        if name in MATRICES:
+            out[b, h, rows, keys] = value
+        elif name in KEY_VECTORS:
+            out[b, self.kv_head(h, call.group), keys] += value
+        elif name in PARAMETERS:
+            out[h] += value
+        else:
+            out[b, h, rows] = value
+
+
+oracle = Oracle()

@@ -1,0 +1,217 @@
+"""What is computed: the options of one attention call and the geometry they draw.
+
+This module is the only home of masks, alignment, windows, visible-key counts and tile ranges. The oracle, the backends, the
+tests and the pictures all ask here. Equation numbers refer to `docs/math.md`.
+
+Rows are aligned to the bottom right: query row `i` sits at key position `i' = i + Sk - Sq` (eq. 1), so that the last row sees
+the last key. Causal attention, Sq < Sk and Sq > Sk (`x` visible, `.` masked; with Sq > Sk the first rows see nothing)::
+
+    Sq=3 Sk=5   x x x . .        Sq=5 Sk=3   . . .
+                x x x x .                    . . .
+                x x x x x                    x . .
+                                             x x .
+                                             x x x
+
+`window=(left, right)` keeps keys `i'-left .. i'+right`, both ends included, so the window always contains the row's own
+position; `None` leaves a side unbounded. Causal is the same as `right = min(right, 0)`. `window=(2, 0)`, Sq = Sk = 5::
+
+    x . . . .
+    x x . . .
+    x x x . .
+    . x x x .
+    . . x x x
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+
+Index = TypeVar("Index", int, Tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The mathematics of one attention call (eq. 4-13), without its tensors and without its lengths.
+
+    causal:      mask keys after the row's own position.
+    window:      (left, right) reach around the row's own position, ends included; None = unbounded.
+    scale:       factor on q.k before everything else; None = D ** -0.5.
+    softcap:     c in c * tanh(x / c), applied before bias and mask; None = absent.
+    bias:        a learned table [Hq, n] is added by distance i' - j.
+    bias_origin: column of distance 0 in that table. Distances outside the table get no bias; they are not masked.
+    sink:        a learned logit [Hq] joins the denominator and carries no value.
+    tau:         elastic softmax: weights become relu(p + tau / n) with a learned tau [Hq] and n the number of visible keys of
+                 the row. Negative tau prunes: keys with p <= -tau / n are dropped. Positive tau adds uniform attention.
+    gate:        the output is multiplied by sigmoid(gate), gate shaped like the output.
+    """
+
+    causal: bool = False
+    window: tuple[int | None, int | None] = (None, None)
+    scale: float | None = None
+    softcap: float | None = None
+    bias: bool = False
+    bias_origin: int = 0
+    sink: bool = False
+    tau: bool = False
+    gate: bool = False
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.window, tuple) and len(self.window) == 2):
+            raise ValueError(f"window must be a pair (left, right), got {self.window!r}")
+        for side, reach in zip(("left", "right"), self.window, strict=True):
+            if reach is None:
+                continue
+            if isinstance(reach, bool) or not isinstance(reach, int):
+                raise TypeError(f"window {side} must be an int or None, got {reach!r}")
+            if reach < 0:
+                raise ValueError(f"window {side} must be >= 0 or None for unbounded, got {reach}")
+        for name in ("scale", "softcap"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"{name} must be finite, got {value}")
+        if self.softcap is not None and self.softcap <= 0:
+            raise ValueError(f"softcap must be > 0 or None, got {self.softcap}")
+        if isinstance(self.bias_origin, bool) or not isinstance(self.bias_origin, int):
+            raise TypeError(f"bias_origin must be an int, got {self.bias_origin!r}")
+
+    @property
+    def left(self) -> int | None:
+        return self.window[0]
+
+    @property
+    def right(self) -> int | None:
+        """Reach to the right with causal folded in."""
+        right = self.window[1]
+        return (0 if right is None else min(right, 0)) if self.causal else right
+
+    @property
+    def masked(self) -> bool:
+        """Whether any geometry can hide a key."""
+        return self.left is not None or self.right is not None
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """Names of the learned terms in use, in signature order."""
+        return tuple(name for name in ("bias", "sink", "tau", "gate") if getattr(self, name))
+
+    def resolve_scale(self, head_dim: int) -> float:
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+    def replace(self, **changes: object) -> AttentionSpec:
+        return replace(self, **changes)
+
+    # --- one row -------------------------------------------------------------------------------------------------------------
+
+    def first_key(self, i: Index, sq: int, sk: int) -> Index:
+        """lo_i of eq. 2: the first visible key of row i."""
+        position = i + (sk - sq)
+        if isinstance(position, Tensor):
+            return torch.zeros_like(position) if self.left is None else (position - self.left).clamp(min=0)
+        return 0 if self.left is None else max(0, position - self.left)
+
+    def last_key(self, i: Index, sq: int, sk: int) -> Index:
+        """hi_i of eq. 2: the last visible key of row i; smaller than `first_key` where nothing is visible."""
+        position = i + (sk - sq)
+        if isinstance(position, Tensor):
+            return torch.full_like(position, sk - 1) if self.right is None else (position + self.right).clamp(max=sk - 1)
+        return sk - 1 if self.right is None else min(sk - 1, position + self.right)
+
+    def visible_counts(self, sq: int, sk: int, device: torch.device | str | None = None) -> Tensor:
+        """n_i of eq. 3 for every row: int64 [sq]."""
+        i = torch.arange(sq, device=device)
+        return (self.last_key(i, sq, sk) - self.first_key(i, sq, sk) + 1).clamp(min=0)
+
+    def visible_pairs(self, sq: int, sk: int) -> int:
+        """Number of visible (row, key) pairs of one head: the N of eq. 42."""
+        return int(self.visible_counts(sq, sk).sum())
+
+    def allowed(self, sq: int, sk: int, device: torch.device | str | None = None) -> Tensor:
+        """Dense visibility [sq, sk], for references, tests and pictures."""
+        return self.allowed_tile(0, sq, 0, sk, sq, sk, device)
+
+    def allowed_tile(
+        self, i0: int, i1: int, j0: int, j1: int, sq: int, sk: int, device: torch.device | str | None = None
+    ) -> Tensor:
+        """Visibility of rows [i0, i1) and keys [j0, j1): bool [i1 - i0, j1 - j0]."""
+        i = torch.arange(i0, i1, device=device)[:, None]
+        j = torch.arange(j0, j1, device=device)[None, :]
+        return (j >= self.first_key(i, sq, sk)) & (j <= self.last_key(i, sq, sk))
+
+    # --- tiles (eq. 30) ------------------------------------------------------------------------------------------------------
+
+    def key_range(self, i0: int, i1: int, sq: int, sk: int) -> tuple[int, int]:
+        """Keys [j0, j1) that rows [i0, i1) must visit; empty when j0 >= j1."""
+        j0, j1 = self.first_key(i0, sq, sk), self.last_key(i1 - 1, sq, sk) + 1
+        return (j0, j1) if j0 < j1 else (j0, j0)
+
+    def full_key_range(self, i0: int, i1: int, sq: int, sk: int) -> tuple[int, int]:
+        """Keys [j0, j1) visible to every row of [i0, i1): tiles inside need no mask."""
+        j0, j1 = self.first_key(i1 - 1, sq, sk), self.last_key(i0, sq, sk) + 1
+        return (j0, j1) if j0 < j1 else (j0, j0)
+
+    def row_range(self, j0: int, j1: int, sq: int, sk: int) -> tuple[int, int]:
+        """Rows [i0, i1) that see at least one key of [j0, j1); empty when i0 >= i1."""
+        shift = sk - sq
+        i0 = 0 if self.right is None else max(0, j0 - self.right - shift)
+        i1 = sq if self.left is None else min(sq, j1 + self.left - shift)
+        return (i0, i1) if i0 < i1 else (i0, i0)
+
+    def mask_free(self, i0: int, i1: int, j0: int, j1: int, sq: int, sk: int) -> bool:
+        """Whether every row of [i0, i1) sees every key of [j0, j1)."""
+        lo, hi = self.full_key_range(i0, i1, sq, sk)
+        return lo <= j0 and j1 <= hi
+
+    def key_tiles(self, i0: int, i1: int, sq: int, sk: int, block_n: int) -> Iterator[tuple[int, int]]:
+        """The aligned key tiles [j0, j1) that rows [i0, i1) must visit."""
+        first, end = self.key_range(i0, i1, sq, sk)
+        for j0 in range(first // block_n * block_n, end, block_n):
+            yield j0, min(j0 + block_n, sk)
+
+    def query_tiles(self, j0: int, j1: int, sq: int, sk: int, block_m: int) -> Iterator[tuple[int, int]]:
+        """The aligned row tiles [i0, i1) that keys [j0, j1) must visit."""
+        first, end = self.row_range(j0, j1, sq, sk)
+        for i0 in range(first // block_m * block_m, end, block_m):
+            yield i0, min(i0 + block_m, sq)
+
+    def bias_columns(self, i0: int, i1: int, j0: int, j1: int, sq: int, sk: int) -> tuple[int, int]:
+        """Table columns [c0, c1) that distances of the tile would read; they may lie outside the table."""
+        shift = sk - sq + self.bias_origin
+        return i0 - (j1 - 1) + shift, (i1 - 1) - j0 + shift + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One independent problem inside a call: rows [q0, q1) against keys [k0, k1) of a batch entry or a packed sequence."""
+
+    batch: int
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+
+    @property
+    def sq(self) -> int:
+        return self.q1 - self.q0
+
+    @property
+    def sk(self) -> int:
+        return self.k1 - self.k0
+
+
+@lru_cache(maxsize=256)
+def packed_segments(cu_seqlens_q: tuple[int, ...], cu_seqlens_k: tuple[int, ...]) -> tuple[Segment, ...]:
+    """Segments of a packed call: segment z owns rows cu_q[z]..cu_q[z+1] and keys cu_k[z]..cu_k[z+1]."""
+    return tuple(
+        Segment(0, q0, q1, k0, k1)
+        for q0, q1, k0, k1 in zip(cu_seqlens_q, cu_seqlens_q[1:], cu_seqlens_k, cu_seqlens_k[1:], strict=False)
+    )
