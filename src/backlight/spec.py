@@ -143,9 +143,23 @@ class AttentionSpec:
         self, i0: int, i1: int, j0: int, j1: int, sq: int, sk: int, device: torch.device | str | None = None
     ) -> Tensor:
         """Visibility of rows [i0, i1) and keys [j0, j1): bool [i1 - i0, j1 - j0]."""
-        i = torch.arange(i0, i1, device=device)[:, None]
-        j = torch.arange(j0, j1, device=device)[None, :]
-        return (j >= self.first_key(i, sq, sk)) & (j <= self.last_key(i, sq, sk))
+        return self.allowed_distance(self.distance(i0, i1, j0, j1, sq, sk, device))
+
+    def distance(
+        self, i0: int, i1: int, j0: int, j1: int, sq: int, sk: int, device: torch.device | str | None = None
+    ) -> Tensor:
+        """i' - j of rows [i0, i1) and keys [j0, j1): int64 [i1 - i0, j1 - j0]."""
+        position = torch.arange(i0, i1, device=device) + (sk - sq)
+        return position[:, None] - torch.arange(j0, j1, device=device)[None, :]
+
+    def allowed_distance(self, distance: Tensor) -> Tensor:
+        """Visibility depends on the distance i' - j alone: -right <= distance <= left."""
+        allowed = torch.ones_like(distance, dtype=torch.bool)
+        if self.left is not None:
+            allowed &= distance <= self.left
+        if self.right is not None:
+            allowed &= distance >= -self.right
+        return allowed
 
     # --- tiles (eq. 30) ------------------------------------------------------------------------------------------------------
 
@@ -170,6 +184,19 @@ class AttentionSpec:
         """Whether every row of [i0, i1) sees every key of [j0, j1)."""
         lo, hi = self.full_key_range(i0, i1, sq, sk)
         return lo <= j0 and j1 <= hi
+
+    def edges(self, i0: int, i1: int, j0: int, j1: int, sq: int, sk: int) -> Iterator[tuple[int, int, int, int]]:
+        """Rectangles (i0, i1, j0, j1) of a tile that hold all of its masked pairs: one for each side of the window."""
+        shift = sk - sq
+        if self.right is not None:
+            # masked from the key after the first row's last one, for rows whose last key lies before the tile's end
+            first, end = max(j0, self.last_key(i0, sq, sk) + 1), min(i1, max(i0, j1 - 1 - self.right - shift))
+            if first < j1 and i0 < end:
+                yield i0, end, first, j1
+        if self.left is not None:
+            last, begin = min(j1, self.first_key(i1 - 1, sq, sk)), max(i0, j0 + self.left + 1 - shift)
+            if j0 < last and begin < i1:
+                yield begin, i1, j0, last
 
     def key_tiles(self, i0: int, i1: int, sq: int, sk: int, block_n: int) -> Iterator[tuple[int, int]]:
         """The aligned key tiles [j0, j1) that rows [i0, i1) must visit."""

@@ -87,13 +87,12 @@ class Oracle:
         for segment in call.segments():
             sq, sk, b = segment.sq, segment.sk, segment.batch
             rows, keys = slice(segment.q0, segment.q1), slice(segment.k0, segment.k1)
-            position = torch.arange(sq, device=call.q.device)[:, None] + (sk - sq)
             geometry = {
                 "scale": call.scale,
                 "softcap": spec.softcap,
                 "visible": spec.allowed(sq, sk, call.q.device),
                 "n": spec.visible_counts(sq, sk, call.q.device)[:, None],
-                "column": position - torch.arange(sk, device=call.q.device)[None, :] + spec.bias_origin,
+                "column": spec.distance(0, sq, 0, sk, sq, sk, call.q.device) + spec.bias_origin,
             }
             for h in range(call.q.shape[1]):
                 g = self.kv_head(h, call.group)

@@ -1,0 +1,198 @@
+"""The public call: `attention`, `attention_varlen`, `explain`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backlight import ops, registry
+from backlight.binding import Window, autocast, check, check_rank, make_spec
+from backlight.call import Call
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    bias_origin: int = 0,
+    sink: Tensor | None = None,
+    tau: Tensor | None = None,
+    gate: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention, differentiable in every tensor argument, in memory linear in the lengths.
+
+    Args:
+        q: [B, Hq, Sq, D], any strides; fp16, bf16, fp32 or fp64.
+        k: [B, Hkv, Sk, D] with Hq a multiple of Hkv; query head h reads key head h // (Hq / Hkv).
+        v: [B, Hkv, Sk, Dv].
+        causal: hide keys after the row's own position. Rows align to the bottom right: row i sits at key i + Sk - Sq.
+        window: (left, right): keys i'-left .. i'+right, both included; None on a side = unbounded.
+        scale: factor on q.k, default D ** -0.5.
+        softcap: c in c * tanh(score / c).
+        bias: [Hq, n] learned bias by distance i' - j; 0 outside the table, which is not a mask.
+        bias_origin: table column of distance 0; a two-sided table sets it to the number of negative distances.
+        sink: [Hq] learned logit in the denominator.
+        tau: [Hq] elastic softmax: weights are relu(p + tau / n), n = visible keys of the row; negative tau prunes.
+        gate: [B, Hq, Sq, Dv]; the output is multiplied by sigmoid(gate).
+        return_lse: also return the log-sum-exp of each row, differentiable.
+        deterministic: bitwise repeatable backward; None follows torch.are_deterministic_algorithms_enabled().
+        backend: a backend's name, which never falls back; None chooses (see `explain`).
+
+    Returns:
+        y [B, Hq, Sq, Dv] in the dtype of q; with `return_lse` also lse [B, Hq, Sq], fp32 (fp64 for fp64 inputs), natural log.
+        Rows that see no key give y = 0, lse = -inf (with a sink: lse = sink) and zero gradients.
+    """
+    call = _bind(q, k, v, None, None, causal, window, scale, softcap, bias, bias_origin, sink, tau, gate, deterministic)
+    y, lse = ops.attention(call, _known(backend))
+    return (y, lse) if return_lse else y
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    bias_origin: int = 0,
+    sink: Tensor | None = None,
+    tau: Tensor | None = None,
+    gate: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` over packed sequences: nothing is visible across their borders.
+
+    Args:
+        q, k, v: [Tq, Hq, D], [Tk, Hkv, D], [Tk, Hkv, Dv]: sequences one after another.
+        cu_seqlens_q: [Z + 1] int32 or int64: sequence z owns rows cu_seqlens_q[z] .. cu_seqlens_q[z + 1] - 1.
+        cu_seqlens_k: the same for keys; None = cu_seqlens_q. Sequences may be empty on either side.
+        gate: [Tq, Hq, Dv]. The other keywords are those of `attention`; alignment and distances are per sequence.
+
+    Returns:
+        y [Tq, Hq, Dv]; with `return_lse` also lse [Hq, Tq].
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("gate", gate)):
+        if tensor is not None:
+            check_rank(name, tensor, "[T, H, D]")
+    heads_first = [None if x is None else x.transpose(0, 1)[None] for x in (q, k, v, gate)]
+    call = _bind(
+        *heads_first[:3],  # type: ignore[arg-type]
+        cu_seqlens_q,
+        cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
+        causal,
+        window,
+        scale,
+        softcap,
+        bias,
+        bias_origin,
+        sink,
+        tau,
+        heads_first[3],
+        deterministic,
+    )
+    y, lse = ops.attention(call, _known(backend))
+    y, lse = y[0].transpose(0, 1), lse[0]
+    return (y, lse) if return_lse else y
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend would run a call, with which configuration, and why not the others."""
+
+    chosen: str | None
+    config: object
+    reasons: dict[str, tuple[str, ...]]
+
+    def __str__(self) -> str:
+        lines = []
+        for name, why in self.reasons.items():
+            if name == self.chosen:
+                lines.append(f"{name}: runs this call with {self.config}")
+            elif why:
+                lines += [f"{name}: {reason}" for reason in why]
+            else:
+                lines.append(f"{name}: could run this call; an earlier backend is preferred")
+        return "\n".join(lines)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    bias_origin: int = 0,
+    sink: Tensor | None = None,
+    tau: Tensor | None = None,
+    gate: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> Explanation:
+    """What `attention` (or, with cu_seqlens_q, `attention_varlen`) would do with these arguments; computes nothing."""
+    if cu_seqlens_q is not None:
+        q, k, v, gate = (None if x is None else x.transpose(0, 1)[None] for x in (q, k, v, gate))  # type: ignore[assignment]
+        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    call = _bind(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, causal, window, scale, softcap, bias, bias_origin, sink, tau, gate, deterministic
+    )
+    reasons = registry.refusals(call)
+    wanted = reasons if _known(backend) is None else {backend: reasons[backend]}  # type: ignore[index]
+    chosen = next((name for name, why in wanted.items() if not why), None)
+    return Explanation(chosen, None if chosen is None else registry.get(chosen).config(call), reasons)
+
+
+def _bind(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    causal: bool,
+    window: Window | None,
+    scale: float | None,
+    softcap: float | None,
+    bias: Tensor | None,
+    bias_origin: int,
+    sink: Tensor | None,
+    tau: Tensor | None,
+    gate: Tensor | None,
+    deterministic: bool | None,
+) -> Call:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_rank(name, tensor, "[B, H, S, D]")
+    spec = make_spec(causal, window, scale, softcap, bias, bias_origin, sink, tau, gate)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    q, k, v, gate = (autocast(x) for x in (q, k, v, gate))  # type: ignore[assignment]
+    return check(Call(spec, q, k, v, bias, sink, tau, gate, cu_seqlens_q, cu_seqlens_k, deterministic))
+
+
+def _known(backend: str | None) -> str | None:
+    if backend is not None and backend not in registry.names():
+        raise ValueError(f"backend must be one of {', '.join(registry.names())} or None, got {backend!r}")
+    return backend

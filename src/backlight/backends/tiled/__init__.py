@@ -1,0 +1,43 @@
+"""The readable backend: the tiled algorithm of docs/math.md section 4 in plain PyTorch, on any device, for every variant."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backlight.backends.tiled.config import config_of
+from backlight.call import DTYPES, Call
+from backlight.config import Config
+
+
+class TiledBackend:
+    name = "tiled"
+    summary = "plain PyTorch, any device, fp16 to fp64, every variant, linear memory"
+
+    def available(self) -> tuple[str, ...]:
+        return ()
+
+    def why_not(self, call: Call) -> tuple[str, ...]:
+        if call.q.dtype not in DTYPES:
+            return (f"dtype {call.q.dtype} is not one of fp16, bf16, fp32, fp64",)
+        return ()
+
+    def config(self, call: Call) -> Config:
+        return config_of(call)
+
+    @torch.no_grad()
+    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        from backlight.backends.tiled.forward import forward
+
+        return forward(call, save_u)
+
+    @torch.no_grad()
+    def backward(
+        self, call: Call, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]
+    ) -> dict[str, Tensor]:
+        from backlight.backends.tiled.backward import backward
+
+        return backward(call, y, lse, u, dy, dlse, needs)
+
+
+BACKEND = TiledBackend()

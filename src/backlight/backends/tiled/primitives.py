@@ -1,0 +1,262 @@
+"""What the forward and the backward of the tiled backend share: layout of a slab, scores, mask, bias, elastic weights.
+
+A slab holds N (batch, kv head) pairs. Its rows are position-major: row i * r + h is query position i of the h-th query head of
+the group, so that any range of positions of all heads that share a key is one contiguous range of rows. Score tiles are
+[N, rows, keys] in fp32 (fp64 for fp64 inputs), logits in base 2 (docs/math.md section 5).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from backlight.backends.tiled.config import Slab, Tile
+from backlight.call import Call
+from backlight.spec import LOG2E, AttentionSpec
+
+# --- matmuls: operands as they are, accumulation in fp32 (or fp64) -----------------------------------------------------------
+
+
+def operand_dtype(call: Call) -> torch.dtype:
+    """16-bit operands only where the hardware multiplies them into fp32; CPUs get fp32 operands, rounding nothing."""
+    on_tensor_cores = call.q.device.type == "cuda" and call.q.dtype in (torch.float16, torch.bfloat16)
+    return call.q.dtype if on_tensor_cores else call.accumulator_dtype
+
+
+def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """a @ b into `out`."""
+    if a.dtype == out.dtype:
+        return torch.bmm(a, b, out=out)
+    return out.copy_(torch.bmm(a, b, out_dtype=out.dtype))
+
+
+def add_product_(acc: Tensor, a: Tensor, b: Tensor) -> None:
+    """acc += a @ b."""
+    if a.dtype == acc.dtype:
+        acc.baddbmm_(a, b)
+    else:
+        acc.add_(torch.bmm(a, b, out_dtype=acc.dtype))
+
+
+# --- layout ------------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(tensor: Tensor, slab: Slab, group: int) -> Tensor:
+    """[B,Hq,Sq,*] -> [N, Sq * r, *], position-major."""
+    z = slab.segment
+    heads = tensor[slab.b0 : slab.b1, slab.g0 * group : slab.g1 * group, z.q0 : z.q1]
+    grouped = heads.unflatten(1, (-1, group)).transpose(2, 3)
+    return grouped.flatten(2, 3).flatten(0, 1)
+
+
+def put_rows(out: Tensor, slab: Slab, group: int, i0: int, i1: int, rows: Tensor) -> None:
+    """Inverse of `rows_of` for positions [i0, i1), casting to the dtype of `out`."""
+    q0 = slab.segment.q0
+    heads = out[slab.b0 : slab.b1, slab.g0 * group : slab.g1 * group, q0 + i0 : q0 + i1]
+    grouped = heads.unflatten(1, (-1, group)).transpose(2, 3)
+    grouped.copy_(rows.unflatten(1, (-1, group)).unflatten(0, (grouped.shape[0], -1)))
+
+
+def keys_of(tensor: Tensor, slab: Slab) -> Tensor:
+    """[B,Hkv,Sk,D] -> [N, Sk, D]."""
+    z = slab.segment
+    return tensor[slab.b0 : slab.b1, slab.g0 : slab.g1, z.k0 : z.k1].flatten(0, 1)
+
+
+def put_keys(out: Tensor, slab: Slab, keys: Tensor) -> None:
+    z = slab.segment
+    target = out[slab.b0 : slab.b1, slab.g0 : slab.g1, z.k0 : z.k1]
+    target.copy_(keys.unflatten(0, target.shape[:2]))
+
+
+def heads_of(parameter: Tensor, slab: Slab, group: int, dtype: torch.dtype) -> Tensor:
+    """[Hq, *] -> [N, r, *], repeated over the slab's batches."""
+    heads = parameter[slab.g0 * group : slab.g1 * group].to(dtype).unflatten(0, (-1, group))
+    return heads.expand(slab.b1 - slab.b0, *heads.shape).flatten(0, 1)
+
+
+def add_heads_(total: Tensor, slab: Slab, group: int, heads: Tensor) -> None:
+    """total [Hq, *] += heads [N, r, *], batches in ascending order."""
+    target = total[slab.g0 * group : slab.g1 * group].unflatten(0, (-1, group))
+    for part in heads.unflatten(0, (slab.b1 - slab.b0, -1)):
+        target += part
+
+
+class Workspace:
+    """Reusable flat buffers for score tiles, so that a sweep allocates nothing per tile."""
+
+    def __init__(self, elements: int, like: Tensor, dtype: torch.dtype):
+        self._elements, self._like, self._dtype = elements, like, dtype
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        if name not in self._buffers:
+            self._buffers[name] = self._like.new_empty(self._elements, dtype=self._dtype)
+        return self._buffers[name][: math.prod(shape)].view(shape)
+
+
+# --- scores ------------------------------------------------------------------------------------------------------------------
+
+
+class Scores:
+    """Base-2 logits of a slab's tiles (eq. 4-7), the same code for every sweep of both directions.
+
+    q and k are the slab's operands. `tanh` of the last softcapped tile is kept for its derivative (eq. 25).
+    """
+
+    def __init__(self, call: Call, slab: Slab, workspace: Workspace):
+        self.spec, self.segment, self.group = call.spec, slab.segment, call.group
+        self.workspace = workspace
+        self.dtype = call.accumulator_dtype
+        operand = operand_dtype(call)
+        cap = call.spec.softcap
+        # the factor between q.k and what is exponentiated; folded into q unless that would round a 16-bit operand
+        factor = call.scale * LOG2E if cap is None else call.scale / cap
+        self.q = rows_of(call.q, slab, call.group).to(operand)
+        self.k = keys_of(call.k, slab).to(operand)
+        self.factor = factor if operand in (torch.float16, torch.bfloat16) else None
+        self.q_factor = 1.0 if self.factor else factor
+        if self.factor is None:
+            self.q = self.q * factor
+        self.bias = Bias(call, slab) if call.bias is not None else None
+        self.tanh: Tensor | None = None
+
+    def rows(self, tile: Tile) -> slice:
+        return slice(tile.i0 * self.group, tile.i1 * self.group)
+
+    def tile(self, tile: Tile) -> Tensor:
+        """s * log2(e), -inf where masked: [N, rows, keys], overwritten by the next call."""
+        q, k = self.q[:, self.rows(tile)], self.k[:, tile.j0 : tile.j1]
+        s2 = product(q, k.mT, self.workspace.take("s", q.shape[0], q.shape[1], k.shape[1]))
+        if self.factor is not None:
+            s2.mul_(self.factor)
+        if self.spec.softcap is not None:
+            self.tanh = torch.tanh(s2, out=self.workspace.take("tanh", *s2.shape))
+            torch.mul(self.tanh, self.spec.softcap * LOG2E, out=s2)
+        if self.bias is not None:
+            self.bias.add_(s2, tile)
+        return self.mask_(s2, tile)
+
+    def mask_(self, tile_values: Tensor, tile: Tile) -> Tensor:
+        """-inf where the spec hides a key; touches only the rectangles that an edge crosses."""
+        sq, sk = self.segment.sq, self.segment.sk
+        window = self.spec.left, self.spec.right
+        for i0, i1, j0, j1 in self.spec.edges(tile.i0, tile.i1, tile.j0, tile.j1, sq, sk):
+            bound = _bound(window, i0 + sk - sq - j0, i1 - i0, j1 - j0, self.group, self.dtype, self.q.device)
+            part = tile_values[:, (i0 - tile.i0) * self.group : (i1 - tile.i0) * self.group, j0 - tile.j0 : j1 - tile.j0]
+            torch.minimum(part, bound, out=part)
+        return tile_values
+
+
+@lru_cache(maxsize=64)
+def _bound(
+    window: tuple[int | None, int | None],
+    offset: int,
+    rows: int,
+    keys: int,
+    group: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Upper bound of a tile's logits: +inf where visible, -inf where masked. A minimum is exact and, unlike adding, keeps inf out."""
+    spec = AttentionSpec(window=window)
+    allowed = spec.allowed_distance(spec.distance(0, rows, 0, keys, rows, rows + offset, device))
+    bound = torch.full(allowed.shape, math.inf, dtype=dtype, device=device).masked_fill_(~allowed, -math.inf)
+    return bound.repeat_interleave(group, dim=0)
+
+
+class Bias:
+    """The distance table of a slab, base 2 and mirrored so that table columns run along keys: Toeplitz tiles are its windows."""
+
+    def __init__(self, call: Call, slab: Slab):
+        assert call.bias is not None
+        self.spec, self.segment, self.group = call.spec, slab.segment, call.group
+        table = heads_of(call.bias, slab, call.group, call.accumulator_dtype)
+        self.mirrored = (table * LOG2E).flip(-1)
+        self.length = table.shape[-1]
+
+    def _overlap(self, tile: Tile) -> tuple[int, int, int, int] | None:
+        """Keys [j0, j1) whose distances meet the table, and the mirrored columns [m0, m1) they read (ends may overhang)."""
+        sq, sk, origin = self.segment.sq, self.segment.sk, self.spec.bias_origin
+        position = tile.i0 + sk - sq + origin, tile.i1 - 1 + sk - sq + origin
+        j0, j1 = max(tile.j0, position[0] - self.length + 1), min(tile.j1, position[1] + 1)
+        if j0 >= j1:
+            return None
+        c0, c1 = self.spec.bias_columns(tile.i0, tile.i1, j0, j1, sq, sk)
+        return j0, j1, self.length - c1, self.length - c0
+
+    def add_(self, s2: Tensor, tile: Tile) -> None:
+        """s2 += bias (eq. 6)."""
+        overlap = self._overlap(tile)
+        if overlap is None:
+            return
+        j0, j1, m0, m1 = overlap
+        inside = self.mirrored[..., max(m0, 0) : max(0, min(m1, self.length))]
+        line = pad(inside, (max(0, -m0), max(0, m1 - self.length)))
+        # row i of the tile reads the window that starts rows - 1 - i columns into the line
+        toeplitz = line.unfold(-1, j1 - j0, 1).flip(-2)
+        part = s2[:, :, j0 - tile.j0 : j1 - tile.j0].unflatten(1, (-1, self.group))
+        part += toeplitz.transpose(1, 2)
+
+    def add_diagonals_(self, dmirrored: Tensor, ds: Tensor, tile: Tile) -> None:
+        """dmirrored [N, r, n] += sums of ds along its diagonals (eq. 22)."""
+        overlap = self._overlap(tile)
+        if overlap is None:
+            return
+        j0, j1, m0, m1 = overlap
+        n, rows, keys = ds.shape[0], tile.i1 - tile.i0, j1 - j0
+        width = 2 * rows + keys - 2
+        sheared = ds.new_zeros(n, self.group, rows, width)
+        part = ds[:, :, j0 - tile.j0 : j1 - tile.j0].unflatten(1, (-1, self.group))
+        sheared[..., rows - 1 : rows - 1 + keys] = part.transpose(1, 2)
+        # one more column per row: cells of a diagonal line up in a column
+        columns = rows + keys - 1
+        aligned = sheared.as_strided(
+            (n, self.group, rows, columns), (self.group * rows * width, rows * width, width + 1, 1)
+        )
+        sums = aligned.sum(dim=2)
+        lo, hi = max(m0, 0), min(m1, self.length)
+        if lo < hi:
+            dmirrored[..., lo:hi] += sums[..., lo - m0 : hi - m0]
+
+
+# --- elastic softmax ---------------------------------------------------------------------------------------------------------
+
+
+class Elastic:
+    """Survivors and weights of the elastic softmax for a slab's rows (eq. 10, 11), the same expression in both directions."""
+
+    def __init__(self, call: Call, slab: Slab, workspace: Workspace):
+        assert call.tau is not None
+        z, dtype = slab.segment, call.accumulator_dtype
+        self.group, self.workspace = call.group, workspace
+        counts = call.spec.visible_counts(z.sq, z.sk, call.q.device)
+        self.has_sink = call.sink is not None
+        single = torch.nonzero(counts == 1).flatten()
+        # rows that see one key are contiguous runs at the ends; outside [first, last] nothing needs the exact p = 1
+        self.single_span = None if self.has_sink or single.numel() == 0 else (int(single[0]), int(single[-1]) + 1)
+        self.n = counts.repeat_interleave(call.group)[None, :, None]
+        tau = heads_of(call.tau, slab, call.group, dtype)
+        self.tau = tau.repeat(1, z.sq)[:, :, None]
+        self.tau_over_n = self.tau / self.n.clamp(min=1)
+        # every visible key survives when tau >= 0, also where p underflowed; masked keys sit at -inf and never do
+        self.floor = torch.zeros_like(self.tau).masked_fill_(self.tau >= 0, -math.inf)
+
+    def exact_single_(self, p: Tensor, tile: Tile) -> Tensor:
+        """Where a row sees one key, p is 1 exactly: rounding of lse must not decide on which side of the kink it falls."""
+        if self.single_span is None or tile.i1 <= self.single_span[0] or self.single_span[1] <= tile.i0:
+            return p
+        single = self.n[:, tile.i0 * self.group : tile.i1 * self.group] == 1
+        return p.masked_fill_(single & (p > 0.5), 1.0)
+
+    def weights(self, p: Tensor, tile: Tile, scores: Scores) -> tuple[Tensor, Tensor]:
+        """(a, m): weights relu(p + tau / n) and survivors as 0/1, both [N, rows, keys]."""
+        rows = scores.rows(tile)
+        a = torch.add(p, self.tau_over_n[:, rows], out=self.workspace.take("a", *p.shape))
+        scores.mask_(a, tile)
+        m = torch.gt(a, self.floor[:, rows], out=self.workspace.take("m", *p.shape))
+        return a.clamp_(min=0), m

@@ -1,0 +1,169 @@
+"""From keyword arguments to one bound `Call`: every check that needs no arithmetic, each with one sentence.
+
+A message names the argument, what came and what was expected. Values of cu_seqlens are checked where they are read
+(`call.read_cu_seqlens`), because reading them here would wait for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backlight.call import DTYPES, Call
+from backlight.spec import AttentionSpec
+
+Window = tuple[int | None, int | None]
+
+
+def make_spec(
+    causal: bool,
+    window: Window | None,
+    scale: float | None,
+    softcap: float | None,
+    bias: Tensor | None,
+    bias_origin: int,
+    sink: Tensor | None,
+    tau: Tensor | None,
+    gate: Tensor | None,
+) -> AttentionSpec:
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be a bool, got {causal!r}")
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float))):
+            raise TypeError(f"{name} must be a number or None, got {type(number).__name__}")
+    if window is not None and not (isinstance(window, (tuple, list)) and len(window) == 2):
+        raise ValueError(f"window must be a pair (left, right) or None, got {window!r}")
+    return AttentionSpec(
+        causal=causal,
+        window=(None, None) if window is None else (window[0], window[1]),
+        scale=None if scale is None else float(scale),
+        softcap=None if softcap is None else float(softcap),
+        bias=bias is not None,
+        bias_origin=bias_origin,
+        sink=sink is not None,
+        tau=tau is not None,
+        gate=gate is not None,
+    )
+
+
+def check(call: Call) -> Call:
+    """The call itself, once everything about it that has no arithmetic in it is right."""
+    _check_tensors(call)
+    _check_shapes(call)
+    _check_parameters(call)
+    if call.cu_seqlens_q is not None:
+        _check_cu_seqlens(call)
+    return call
+
+
+def _check_tensors(call: Call) -> None:
+    for name in ("q", "k", "v"):
+        _check_is_tensor(name, getattr(call, name))
+    q = call.q
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q must be fp16, bf16, fp32 or fp64, got {q.dtype}")
+    for name in ("k", "v"):
+        tensor = getattr(call, name)
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {tensor.dtype}")
+        _check_device(name, tensor, q)
+
+
+def _check_is_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+
+
+def _check_device(name: str, tensor: Tensor, q: Tensor) -> None:
+    if tensor.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
+
+
+def check_rank(name: str, tensor: Tensor, layout: str) -> None:
+    _check_is_tensor(name, tensor)
+    wanted = layout.count(",") + 1
+    if tensor.dim() != wanted:
+        raise ValueError(f"{name} must have {wanted} dimensions {layout}, got shape {tuple(tensor.shape)}")
+
+
+def _check_shapes(call: Call) -> None:
+    q, k, v = call.q, call.k, call.v
+    (batch, hq, _, d), (batch_k, hkv, sk, dk), (batch_v, hv, sv, dv) = q.shape, k.shape, v.shape
+    for name, size in (("k", batch_k), ("v", batch_v)):
+        if size != batch:
+            raise ValueError(f"{name} must have the batch size of q, {batch}, got {size}")
+    if hv != hkv:
+        raise ValueError(f"v must have the heads of k, {hkv}, got {hv}")
+    if hq == 0 or hkv == 0:
+        raise ValueError(f"q and k must have at least one head, got {hq} and {hkv}")
+    if hq % hkv:
+        raise ValueError(f"the heads of q must be a multiple of the heads of k, got {hq} and {hkv}")
+    if d == 0 or dv == 0:
+        raise ValueError(f"head dimensions must be at least 1, got {d} for q and k, {dv} for v")
+    if dk != d:
+        raise ValueError(f"k must have the head dimension of q, {d}, got {dk}")
+    if sv != sk:
+        raise ValueError(f"v must have the length of k, {sk}, got {sv}")
+
+
+def _check_parameters(call: Call) -> None:
+    q, hq = call.q, call.q.shape[1]
+    if call.bias is not None:
+        _check_parameter("bias", call.bias, q)
+        if call.bias.dim() != 2 or call.bias.shape[0] != hq or call.bias.shape[1] == 0:
+            raise ValueError(
+                f"bias must be a table [{hq}, n] with one row per query head and n >= 1, got shape {tuple(call.bias.shape)}"
+            )
+    for name in ("sink", "tau"):
+        parameter = getattr(call, name)
+        if parameter is not None:
+            _check_parameter(name, parameter, q)
+            if tuple(parameter.shape) != (hq,):
+                raise ValueError(f"{name} must have shape ({hq},), one per query head, got {tuple(parameter.shape)}")
+    if call.gate is not None:
+        wanted = (*q.shape[:3], call.v.shape[-1])
+        _check_parameter("gate", call.gate, q)
+        if tuple(call.gate.shape) != wanted:
+            shown = wanted if call.cu_seqlens_q is None else (wanted[2], wanted[1], wanted[3])
+            came = call.gate.shape if call.cu_seqlens_q is None else call.gate[0].transpose(0, 1).shape
+            raise ValueError(f"gate must have the shape of the output, {shown}, got {tuple(came)}")
+        if call.gate.dtype != q.dtype:
+            raise TypeError(f"gate must have the dtype of q, {q.dtype}, got {call.gate.dtype}")
+
+
+def _check_parameter(name: str, parameter: Tensor, q: Tensor) -> None:
+    _check_is_tensor(name, parameter)
+    if not parameter.dtype.is_floating_point:
+        raise TypeError(f"{name} must have a floating-point dtype, got {parameter.dtype}")
+    _check_device(name, parameter, q)
+
+
+def _check_cu_seqlens(call: Call) -> None:
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        cu = getattr(call, name)
+        _check_is_tensor(name, cu)
+        if cu.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be int32 or int64, got {cu.dtype}")
+        if cu.dim() != 1 or cu.shape[0] == 0:
+            raise ValueError(f"{name} must be one-dimensional with at least one entry, got shape {tuple(cu.shape)}")
+        _check_device(name, cu, call.q)
+    assert call.cu_seqlens_q is not None
+    assert call.cu_seqlens_k is not None
+    if call.cu_seqlens_q.shape != call.cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must name the same number of sequences, "
+            f"got {call.cu_seqlens_q.shape[0] - 1} and {call.cu_seqlens_k.shape[0] - 1}"
+        )
+
+
+def autocast(tensor: Tensor | None) -> Tensor | None:
+    """The tensor as `torch.autocast` wants it: like torch's own attention, q, k, v and gate go to the autocast dtype."""
+    if not isinstance(tensor, Tensor):
+        return tensor
+    device = tensor.device.type
+    eligible = tensor.dtype.is_floating_point and tensor.dtype != torch.float64
+    if eligible and torch.is_autocast_enabled(device):
+        return tensor.to(torch.get_autocast_dtype(device))
+    return tensor
+
+

@@ -1,0 +1,87 @@
+"""The `backlight` command. Torch is imported inside the commands, so that help and version answer at once."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from backlight.demo import parts
+
+app = typer.Typer(
+    help="Attention whose backward pass you can see.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+# a sub-command with options of its own: everything after its name is handed on untouched
+HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def _console() -> Console:
+    return Console(highlight=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from backlight.info import version_of
+
+        _console().print(f"backlight {version_of('backlight')}")
+        raise typer.Exit
+
+
+@app.callback()
+def backlight(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    """Attention whose backward pass you can see."""
+
+
+@app.command()
+def info() -> None:
+    """Versions, devices, and the backends with the reasons why one cannot run here."""
+    from backlight.info import show
+
+    show(_console())
+
+
+@app.command()
+def demo(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[PART]...", help=f"Parts to run: {', '.join(parts.NAMES)}. All by default.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("reports/demo"),
+) -> None:
+    """See it work on this machine: the seed cases against the oracle, and a small model that trains."""
+    unknown = [name for name in names or () if name not in parts.NAMES]
+    if unknown:
+        _console().print(f"no demo part is called {unknown[0]!r}; there are {', '.join(parts.NAMES)}", style="red")
+        raise typer.Exit(2)
+    raise typer.Exit(parts.run(_console(), out, names or parts.NAMES))
+
+
+@app.command(context_settings=HANDED_ON, add_help_option=False)
+def doctor(context: typer.Context) -> None:
+    """Examine an attention kernel: which quantity goes wrong first, where, and the defect's name."""
+    if importlib.util.find_spec("backlight.doctor") is None or importlib.util.find_spec("backlight.doctor.command") is None:
+        _console().print("The doctor is not part of this version.")
+        raise typer.Exit(2)
+    importlib.import_module("backlight.doctor.command").app(args=context.args, prog_name="backlight doctor")
+
+
+@app.command(context_settings=HANDED_ON, add_help_option=False)
+def bench(context: typer.Context) -> None:
+    """Measure speed beside the peers (not part of this version)."""
+    _console().print("Benchmarks are not part of this version.")
+    raise typer.Exit(2)
+
+
+def main() -> None:
+    app(prog_name="backlight")

@@ -1,0 +1,1 @@
+"""What `backlight demo` shows: each part is one module with a `run(console, out) -> bool`."""

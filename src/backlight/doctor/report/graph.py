@@ -1,0 +1,104 @@
+"""The stage graph as a picture: fill is the local error, the ring the global one, so an inherited error looks inherited.
+
+Edges are read off the signatures in `reference/trace.py`; stages that are not rows of a report (x, capped, m, a, ...) are passed
+through, so the drawing stays true when the formulas change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from markupsafe import Markup
+
+from backlight.doctor.report import words
+from backlight.doctor.report.model import STAGE_ORDER, Report, StageRow
+from backlight.doctor.report.svg import drawing, join, label, tag
+from backlight.reference.trace import STAGES
+
+INPUTS = {"q": "q", "k": "k", "v": "v", "dy": "dO"}
+TERMS = {"dbias": "bias", "dtau": "tau", "dsink": "sink", "dgate": "gate"}
+SEVERITY = ("unseen", "ok", "precision", "inherited", "suspect", "culprit")
+
+# column and lane of every box; gradients are stacked in the last column by `_places`
+COLUMNS = {"q": (0, 0.0), "k": (0, 1.0), "v": (0, 2.0), "dy": (0, 3.6), "s": (1, 0.5), "lse": (2, 0.0), "p": (3, 0.9),
+           "o": (4, 0.0), "dp": (2, 3.2), "delta": (4, 2.5), "ds": (5, 1.9)}
+WIDE, TALL, STEP_X, STEP_Y = 104.0, 42.0, 148.0, 66.0
+
+
+def edges() -> list[tuple[str, str]]:
+    """(from, to) between inputs and reported stages, hidden stages passed through; in stage order."""
+    shown = set(STAGE_ORDER)
+
+    def sources(name: str) -> Iterator[str]:
+        if name in shown or name in INPUTS:
+            yield name
+        elif name in STAGES:
+            for read in STAGES[name].reads:
+                yield from sources(read)
+
+    return [
+        (source, name)
+        for name in STAGE_ORDER
+        for source in dict.fromkeys(source for read in STAGES[name].reads for source in sources(read))
+    ]
+
+
+def stage_graph(report: Report) -> Markup:
+    """The graph of the stages this spec has; stages the examination could not see are hollow."""
+    rows = _rows(report)
+    places = _places([name for name in STAGE_ORDER if name in rows or name not in TERMS or report.spec.get(TERMS[name])])
+    height = 48 + max(y for _, y in places.values()) * STEP_Y
+    wrong = {name for name, row in rows.items() if row.status in ("inherited", "suspect", "culprit")}
+    lines = [
+        _edge(places, a, b, handed_down=a in wrong and b in wrong)
+        for a, b in edges()
+        if a in places and b in places and _worth_drawing(a, b)
+    ]
+    boxes = [_box(name, *places[name], rows.get(name)) for name in places]
+    return drawing(6 * STEP_X + WIDE + 8, height + 12, join([*lines, *boxes]), "stage graph", class_="picture graph")
+
+
+def _rows(report: Report) -> dict[str, StageRow]:
+    """Row of each box; of two rows for one quantity ("p" and "p (backward)") the box shows the worse."""
+    rows: dict[str, StageRow] = {}
+    for row in report.stages:
+        name = row.name.split(" ")[0]
+        if name not in rows or SEVERITY.index(row.status) > SEVERITY.index(rows[name].status):
+            rows[name] = row
+    return rows
+
+
+def _worth_drawing(source: str, name: str) -> bool:
+    # q, k reach their gradients by a detour that crosses the whole picture and explains nothing
+    return not (source in ("q", "k") and name != "s")
+
+
+def _places(names: list[str]) -> dict[str, tuple[float, float]]:
+    last = [name for name in names if name not in COLUMNS]
+    spread = 3.6 / max(len(last) - 1, 1)
+    places = {name: (float(c), lane) for name, (c, lane) in COLUMNS.items() if name in names or name in INPUTS}
+    return places | {name: (6.0, i * spread) for i, name in enumerate(last)}
+
+
+def _corner(column: float, lane: float) -> tuple[float, float]:
+    return 4 + column * STEP_X, 4 + lane * STEP_Y
+
+
+def _edge(places: dict[str, tuple[float, float]], source: str, name: str, handed_down: bool) -> Markup:
+    (x0, y0), (x1, y1) = _corner(*places[source]), _corner(*places[name])
+    x0, y0, y1 = x0 + (WIDE if source not in INPUTS else 44), y0 + TALL / 2, y1 + TALL / 2
+    bend = max(30.0, (x1 - x0) / 2)
+    kind = "edge bad" if handed_down else "edge"
+    return tag("path", d=f"M{x0:.1f} {y0:.1f}C{x0 + bend:.1f} {y0:.1f} {x1 - bend:.1f} {y1:.1f} {x1:.1f} {y1:.1f}", class_=kind)
+
+
+def _box(name: str, column: float, lane: float, row: StageRow | None) -> Markup:
+    x, y = _corner(column, lane)
+    if name in INPUTS:
+        shape = tag("rect", x=x, y=y + 8, width=44, height=TALL - 16, rx=13, class_="input")
+        return join([shape, label(x + 22, y + TALL / 2 + 4, INPUTS[name], "input", "middle")])
+    kind = row.status if row is not None else "unseen"
+    below = "not seen" if row is None else f"local {words.number(row.local_error, 2)}" if row.local_error is not None else row.status
+    title = f"{name}: {kind}" + ("" if row is None else f", local error {words.number(row.local_error)}, global error {words.number(row.global_error)}")
+    shape = tag("rect", tag("title", title), x=x, y=y, width=WIDE, height=TALL, rx=9, class_=f"box {kind}")
+    return join([shape, label(x + WIDE / 2, y + 18, name, f"name {kind}", "middle"), label(x + WIDE / 2, y + 33, below, f"sub {kind}", "middle")])

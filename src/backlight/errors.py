@@ -1,0 +1,15 @@
+"""The one exception of the project's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class Unsupported(NotImplementedError):
+    """No backend, or not the named one, can run this call. `reasons` maps each backend asked to its reasons."""
+
+    def __init__(self, reasons: Mapping[str, tuple[str, ...]]):
+        self.reasons = dict(reasons)
+        lines = [f"  {name}: {reason}" for name, why in self.reasons.items() for reason in why]
+        names = ", ".join(self.reasons)
+        super().__init__("\n".join([f"no backend can run this call (asked: {names}):", *lines]))

@@ -1,0 +1,155 @@
+"""The two operators, their shapes for the compiler, and the autograd glue between them.
+
+`backlight::attention` runs a backend's forward, `backlight::attention_backward` its backward. A spec crosses the operator
+boundary as plain scalars (`SCALARS`), packed and unpacked only here. Backends are imported when a call first needs one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from backlight import registry
+from backlight.call import Call
+from backlight.spec import AttentionSpec
+
+TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink, Tensor? tau, Tensor? gate, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+SCALARS = (
+    "bool causal, int? left, int? right, float? scale, float? softcap, int bias_origin, bool deterministic, str? backend"
+)
+GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink", "dtau", "dgate")
+
+_library = torch.library.Library("backlight", "DEF")
+_library.define(f"attention({TENSORS}, {SCALARS}, bool save_u) -> (Tensor, Tensor, Tensor)")
+_library.define(
+    f"attention_backward({TENSORS}, {SCALARS}, Tensor y, Tensor lse, Tensor u, Tensor dy, Tensor? dlse, bool[] needs)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+N_TENSORS, N_SCALARS = 9, 8
+
+
+def pack(call: Call, backend: str | None) -> tuple[Any, ...]:
+    """The operator's arguments up to `save_u`: tensors, then scalars."""
+    spec = call.spec
+    return (
+        *(call.q, call.k, call.v, call.bias, call.sink, call.tau, call.gate, call.cu_seqlens_q, call.cu_seqlens_k),
+        *(spec.causal, *spec.window, spec.scale, spec.softcap, spec.bias_origin, call.deterministic, backend),
+    )
+
+
+def unpack(args: tuple[Any, ...]) -> tuple[Call, str | None]:
+    q, k, v, bias, sink, tau, gate, cu_q, cu_k, causal, left, right, scale, softcap, bias_origin, deterministic, backend = args
+    spec = AttentionSpec(
+        causal=causal,
+        window=(left, right),
+        scale=scale,
+        softcap=softcap,
+        bias=bias is not None,
+        bias_origin=bias_origin,
+        sink=sink is not None,
+        tau=tau is not None,
+        gate=gate is not None,
+    )
+    return Call(spec, q, k, v, bias, sink, tau, gate, cu_q, cu_k, deterministic), backend
+
+
+# --- kernels -----------------------------------------------------------------------------------------------------------------
+
+
+def _attention(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *call_args, save_u = args
+    call, backend = unpack(tuple(call_args))
+    y, lse, u = registry.choose(call, backend).forward(call, save_u)
+    return y, lse, y.new_empty(0) if u is None else u
+
+
+def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
+    *call_args, y, lse, u, dy, dlse, needs = args
+    call, backend = unpack(tuple(call_args))
+    wanted = frozenset(name for name, need in zip(GRADIENTS, needs, strict=True) if need)
+    grads = registry.choose(call, backend).backward(call, y, lse, u if call.tau is not None else None, dy, dlse, wanted)
+    return tuple(grads[name] if name in grads else y.new_empty(0) for name in GRADIENTS)
+
+
+_library.impl("attention", _attention, "CompositeExplicitAutograd")
+_library.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
+
+
+# --- shapes for fake tensors -------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("backlight::attention", lib=_library)
+def _attention_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *call_args, save_u = args
+    call, _ = unpack(tuple(call_args))
+    y, lse = empty_outputs(call)
+    return y, lse, torch.empty_like(y) if save_u and call.tau is not None else y.new_empty(0)
+
+
+@torch.library.register_fake("backlight::attention_backward", lib=_library)
+def _attention_backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    *call_args, y, _lse, _u, _dy, _dlse, needs = args
+    call, _ = unpack(tuple(call_args))
+    inputs = (call.q, call.k, call.v, call.bias, call.sink, call.tau, call.gate)
+    return tuple(
+        torch.empty_like(x) if need and x is not None else y.new_empty(0) for x, need in zip(inputs, needs, strict=True)
+    )
+
+
+def empty_outputs(call: Call) -> tuple[Tensor, Tensor]:
+    """Uninitialised (y, lse) of a call: y in the dimension order of q's strides, lse contiguous."""
+    dv = call.v.shape[-1]
+    y = torch.empty_like(call.q) if dv == call.q.shape[-1] else call.q.new_empty(*call.q.shape[:3], dv)
+    return y, call.q.new_empty(call.q.shape[:3], dtype=call.accumulator_dtype)
+
+
+# --- autograd ----------------------------------------------------------------------------------------------------------------
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        # u is needed by the backward alone
+        with torch._C._AutoDispatchBelowAutograd():
+            y, lse, u = torch.ops.backlight.attention.default.redispatch(keyset, *args[:-1], True)
+        ctx.save_for_backward(*args[:N_TENSORS], y, lse, u)
+        ctx.scalars = args[N_TENSORS : N_TENSORS + N_SCALARS]
+        ctx.mark_non_differentiable(u)
+        return y, lse, u
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None, _du: None) -> tuple[Any, ...]:
+        *tensors, y, lse, u = ctx.saved_tensors
+        needs = ctx.needs_input_grad[1 : 1 + len(GRADIENTS)]
+        none = (None,) * (1 + N_TENSORS + N_SCALARS + 1)
+        if dy is None and dlse is None:
+            return none
+        if dy is None:
+            dy = torch.zeros_like(y)
+        grads = torch.ops.backlight.attention_backward(*tensors, *ctx.scalars, y, lse, u, dy, dlse, list(needs))
+        used = tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
+        return (None, *used, *none[1 + len(GRADIENTS) :])
+
+
+def _attention_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    below = keyset & torch._C._after_autograd_keyset
+    tensors = args[: len(GRADIENTS)]
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return _Attention.apply(below, *args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.backlight.attention.default.redispatch(below, *args)
+
+
+_library.impl("attention", _attention_autograd, "Autograd", with_keyset=True)
+
+
+def attention(call: Call, backend: str | None) -> tuple[Tensor, Tensor]:
+    """(y, lse) of a bound call, differentiable."""
+    y, lse, _ = torch.ops.backlight.attention(*pack(call, backend), False)
+    return y, lse
