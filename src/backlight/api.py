@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +54,21 @@ def attention(
         y [B, Hq, Sq, Dv] in the dtype of q; with `return_lse` also lse [B, Hq, Sq], fp32 (fp64 for fp64 inputs), natural log.
         Rows that see no key give y = 0, lse = -inf (with a sink: lse = sink) and zero gradients.
     """
-    call = _bind(q, k, v, None, None, causal, window, scale, softcap, bias, bias_origin, sink, tau, gate, deterministic)
+    call = _bind(
+        q,
+        k,
+        v,
+        deterministic=deterministic,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        bias=bias,
+        bias_origin=bias_origin,
+        sink=sink,
+        tau=tau,
+        gate=gate,
+    )
     y, lse = ops.attention(call, _known(backend))
     return (y, lse) if return_lse else y
 
@@ -89,24 +104,22 @@ def attention_varlen(
     Returns:
         y [Tq, Hq, Dv]; with `return_lse` also lse [Hq, Tq].
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("gate", gate)):
-        if tensor is not None:
-            check_rank(name, tensor, "[T, H, D]")
-    heads_first = [None if x is None else x.transpose(0, 1)[None] for x in (q, k, v, gate)]
-    call = _bind(
-        *heads_first[:3],  # type: ignore[arg-type]
+    call = _bind_packed(
+        q,
+        k,
+        v,
         cu_seqlens_q,
-        cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
-        causal,
-        window,
-        scale,
-        softcap,
-        bias,
-        bias_origin,
-        sink,
-        tau,
-        heads_first[3],
-        deterministic,
+        cu_seqlens_k,
+        deterministic=deterministic,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        bias=bias,
+        bias_origin=bias_origin,
+        sink=sink,
+        tau=tau,
+        gate=gate,
     )
     y, lse = ops.attention(call, _known(backend))
     y, lse = y[0].transpose(0, 1), lse[0]
@@ -137,29 +150,15 @@ def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    bias_origin: int = 0,
-    sink: Tensor | None = None,
-    tau: Tensor | None = None,
-    gate: Tensor | None = None,
-    return_lse: bool = False,
-    deterministic: bool | None = None,
+    *,
     backend: str | None = None,
+    return_lse: bool = False,
+    **options: Any,
 ) -> Explanation:
-    """What `attention` (or, with cu_seqlens_q, `attention_varlen`) would do with these arguments; computes nothing."""
-    if cu_seqlens_q is not None:
-        q, k, v, gate = (None if x is None else x.transpose(0, 1)[None] for x in (q, k, v, gate))  # type: ignore[assignment]
-        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    call = _bind(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, causal, window, scale, softcap, bias, bias_origin, sink, tau, gate, deterministic
-    )
+    """What `attention` (or, with cu_seqlens_q, `attention_varlen`) would do with the same arguments; computes nothing."""
+    call = _bind(q, k, v, **options) if cu_seqlens_q is None else _bind_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     reasons = registry.refusals(call)
     wanted = reasons if _known(backend) is None else {backend: reasons[backend]}  # type: ignore[index]
     chosen = next((name for name, why in wanted.items() if not why), None)
@@ -170,26 +169,40 @@ def _bind(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    causal: bool,
-    window: Window | None,
-    scale: float | None,
-    softcap: float | None,
-    bias: Tensor | None,
-    bias_origin: int,
-    sink: Tensor | None,
-    tau: Tensor | None,
-    gate: Tensor | None,
-    deterministic: bool | None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    deterministic: bool | None = None,
+    gate: Tensor | None = None,
+    **options: Any,
 ) -> Call:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_rank(name, tensor, "[B, H, S, D]")
-    spec = make_spec(causal, window, scale, softcap, bias, bias_origin, sink, tau, gate)
+    spec = make_spec(gate=gate, **options)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     q, k, v, gate = (autocast(x) for x in (q, k, v, gate))  # type: ignore[assignment]
-    return check(Call(spec, q, k, v, bias, sink, tau, gate, cu_seqlens_q, cu_seqlens_k, deterministic))
+    parameters = (options.get(name) for name in ("bias", "sink", "tau"))
+    return check(Call(spec, q, k, v, *parameters, gate, cu_seqlens_q, cu_seqlens_k, deterministic))
+
+
+def _bind_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    gate: Tensor | None = None,
+    **options: Any,
+) -> Call:
+    """Packed [T, H, D] as the batched case B = 1, in place."""
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("gate", gate)):
+        if tensor is not None or name != "gate":
+            check_rank(name, tensor, "[T, H, D]")
+    q, k, v, gate = (None if x is None else x.transpose(0, 1)[None] for x in (q, k, v, gate))  # type: ignore[assignment]
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    return _bind(q, k, v, cu_seqlens_q, cu_seqlens_k, gate=gate, **options)
 
 
 def _known(backend: str | None) -> str | None:

@@ -16,15 +16,16 @@ Window = tuple[int | None, int | None]
 
 
 def make_spec(
-    causal: bool,
-    window: Window | None,
-    scale: float | None,
-    softcap: float | None,
-    bias: Tensor | None,
-    bias_origin: int,
-    sink: Tensor | None,
-    tau: Tensor | None,
-    gate: Tensor | None,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    bias_origin: int = 0,
+    sink: Tensor | None = None,
+    tau: Tensor | None = None,
+    gate: Tensor | None = None,
 ) -> AttentionSpec:
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be a bool, got {causal!r}")
@@ -165,5 +166,3 @@ def autocast(tensor: Tensor | None) -> Tensor | None:
     if eligible and torch.is_autocast_enabled(device):
         return tensor.to(torch.get_autocast_dtype(device))
     return tensor
-
-

@@ -7,6 +7,7 @@ oracle read this object, so arguments are listed once, here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ def read_cu_seqlens(name: str, cu_seqlens: Tensor, total: int) -> tuple[int, ...
     values = tuple(cu_seqlens.tolist())
     if values[0] != 0:
         raise ValueError(f"{name} must start at 0, got {values[0]}")
-    for z, (a, b) in enumerate(zip(values, values[1:], strict=False)):
+    for z, (a, b) in enumerate(pairwise(values)):
         if b < a:
             raise ValueError(f"{name} must not decrease, got {a} then {b} at position {z + 1}")
     if values[-1] != total:

@@ -1,4 +1,4 @@
-"""The `backlight` command. Torch is imported inside the commands, so that help and version answer at once."""
+"""The `backlight` command. What a command needs is imported inside it, so that help answers quickly."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from backlight import __version__
 from backlight.demo import parts
 
 app = typer.Typer(
@@ -29,9 +30,7 @@ def _console() -> Console:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from backlight.info import version_of
-
-        _console().print(f"backlight {version_of('backlight')}")
+        _console().print(f"backlight {__version__}")
         raise typer.Exit
 
 

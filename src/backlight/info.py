@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from backlight import registry
+from backlight import __version__, registry
 
 NOT_INSTALLED = "not installed"
 
@@ -32,7 +32,7 @@ def version_of(*distributions: str) -> str:
 def versions() -> dict[str, str]:
     """Versions that change results or speed."""
     return {
-        "backlight": version_of("backlight"),
+        "backlight": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": version_of("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows"),

@@ -16,10 +16,11 @@ from backlight import registry
 from backlight.call import Call
 from backlight.spec import AttentionSpec
 
-TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink, Tensor? tau, Tensor? gate, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
-SCALARS = (
-    "bool causal, int? left, int? right, float? scale, float? softcap, int bias_origin, bool deterministic, str? backend"
+TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink, Tensor? tau, Tensor? gate, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
 )
+SCALARS = "bool causal, int? left, int? right, float? scale, float? softcap, int bias_origin, bool deterministic, str? backend"
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink", "dtau", "dgate")
 
 _library = torch.library.Library("backlight", "DEF")

@@ -28,7 +28,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeVar
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -107,7 +108,7 @@ class AttentionSpec:
     def resolve_scale(self, head_dim: int) -> float:
         return head_dim**-0.5 if self.scale is None else self.scale
 
-    def replace(self, **changes: object) -> AttentionSpec:
+    def replace(self, **changes: Any) -> AttentionSpec:
         return replace(self, **changes)
 
     # --- one row -------------------------------------------------------------------------------------------------------------
@@ -239,6 +240,5 @@ class Segment:
 def packed_segments(cu_seqlens_q: tuple[int, ...], cu_seqlens_k: tuple[int, ...]) -> tuple[Segment, ...]:
     """Segments of a packed call: segment z owns rows cu_q[z]..cu_q[z+1] and keys cu_k[z]..cu_k[z+1]."""
     return tuple(
-        Segment(0, q0, q1, k0, k1)
-        for q0, q1, k0, k1 in zip(cu_seqlens_q, cu_seqlens_q[1:], cu_seqlens_k, cu_seqlens_k[1:], strict=False)
+        Segment(0, q0, q1, k0, k1) for (q0, q1), (k0, k1) in zip(pairwise(cu_seqlens_q), pairwise(cu_seqlens_k), strict=True)
     )

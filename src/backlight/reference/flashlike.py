@@ -1,14 +1,15 @@
 """Yardstick B: the error a good flash kernel cannot avoid.
 
 Matmul operands are rounded to the inputs' dtype, everything else is fp32, keys are visited in tiles with a running maximum
-(eq. 31), elastic softmax in two sweeps (eq. 32), and delta comes from the rounded outputs (eq. 27, 28). A kernel much worse than
-this rounds somewhere it should not.
+(eq. 31), elastic softmax in two sweeps (eq. 32), and delta comes from the rounded outputs (eq. 27, 28). A kernel much worse
+than this rounds somewhere it should not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class Flashlike(Oracle):
     storage: torch.dtype = torch.bfloat16
 
     def run_head(self, inputs: Mapping[str, object], names: Iterable[str]) -> Values:
-        head = dict(inputs)
+        head: dict[str, Any] = dict(inputs)
         head |= self._forward(head)
         if head["dy"] is not None:
             head |= self._backward(head)

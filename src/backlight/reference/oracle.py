@@ -87,7 +87,7 @@ class Oracle:
         for segment in call.segments():
             sq, sk, b = segment.sq, segment.sk, segment.batch
             rows, keys = slice(segment.q0, segment.q1), slice(segment.k0, segment.k1)
-            geometry = {
+            geometry: dict[str, object] = {
                 "scale": call.scale,
                 "softcap": spec.softcap,
                 "visible": spec.allowed(sq, sk, call.q.device),
@@ -96,7 +96,7 @@ class Oracle:
             }
             for h in range(call.q.shape[1]):
                 g = self.kv_head(h, call.group)
-                yield b, h, segment, geometry | {
+                inputs = geometry | {
                     "q": cast(call.q[b, h, rows]),
                     "k": cast(call.k[b, g, keys]),
                     "v": cast(call.v[b, g, keys]),
@@ -107,6 +107,7 @@ class Oracle:
                     "dy": None if dy is None else cast(dy[b, h, rows]),
                     "dlse": None if dlse is None else self._finite_rows(cast(dlse[b, h, rows]), segment, call),
                 }
+                yield b, h, segment, inputs
 
     @staticmethod
     def _finite_rows(dlse: Tensor | None, segment: Segment, call: Call) -> Tensor:

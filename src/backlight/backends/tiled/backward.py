@@ -44,9 +44,7 @@ def backward(
         if name in needs and x is not None
     }
     config = config_of(call)
-    workspace = Workspace(
-        config.heads * call.group * config.block_m * config.block_n, call.q.detach(), call.accumulator_dtype
-    )
+    workspace = Workspace(config.heads * call.group * config.block_m * config.block_n, call.q.detach(), call.accumulator_dtype)
     for slab in slabs(call, config):
         rows = _prepass(call, slab, y, lse, u, dy, dlse, out, sums)
         if needs & (SCORE_GRADIENTS | {"dv"}):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -68,7 +69,7 @@ def tiles(spec: AttentionSpec, i0: int, i1: int, sq: int, sk: int, config: Confi
         cuts |= {spec.first_key(i, sq, sk), spec.last_key(i - 1, sq, sk) + 1}
     edges = sorted(cut for cut in cuts if first <= cut <= end)
     out = []
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a, b in pairwise(edges):
         r0, r1 = spec.row_range(a, b, sq, sk)
         r0, r1 = max(r0, i0), min(r1, i1)
         if r0 < r1:

@@ -34,9 +34,7 @@ def forward(call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     lse = call.q.new_empty(call.q.shape[:3], dtype=call.accumulator_dtype)
     u = torch.empty_like(y) if save_u and call.tau is not None else None
     config = config_of(call)
-    workspace = Workspace(
-        config.heads * call.group * config.block_m * config.block_n, call.q.detach(), call.accumulator_dtype
-    )
+    workspace = Workspace(config.heads * call.group * config.block_m * config.block_n, call.q.detach(), call.accumulator_dtype)
     for slab in slabs(call, config):
         _forward_slab(call, slab, config, workspace, y, lse, u)
     return y, lse, u

@@ -162,7 +162,7 @@ def _bound(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Upper bound of a tile's logits: +inf where visible, -inf where masked. A minimum is exact and, unlike adding, keeps inf out."""
+    """Upper bound of a tile's logits: +inf where visible, -inf where masked. A minimum, unlike a sum, is exact for inf too."""
     spec = AttentionSpec(window=window)
     allowed = spec.allowed_distance(spec.distance(0, rows, 0, keys, rows, rows + offset, device))
     bound = torch.full(allowed.shape, math.inf, dtype=dtype, device=device).masked_fill_(~allowed, -math.inf)
@@ -170,7 +170,7 @@ def _bound(
 
 
 class Bias:
-    """The distance table of a slab, base 2 and mirrored so that table columns run along keys: Toeplitz tiles are its windows."""
+    """The distance table of a slab, base 2 and mirrored so that columns run along keys: Toeplitz tiles are its windows."""
 
     def __init__(self, call: Call, slab: Slab):
         assert call.bias is not None
@@ -215,9 +215,7 @@ class Bias:
         sheared[..., rows - 1 : rows - 1 + keys] = part.transpose(1, 2)
         # one more column per row: cells of a diagonal line up in a column
         columns = rows + keys - 1
-        aligned = sheared.as_strided(
-            (n, self.group, rows, columns), (self.group * rows * width, rows * width, width + 1, 1)
-        )
+        aligned = sheared.as_strided((n, self.group, rows, columns), (self.group * rows * width, rows * width, width + 1, 1))
         sums = aligned.sum(dim=2)
         lo, hi = max(m0, 0), min(m1, self.length)
         if lo < hi:
