@@ -182,8 +182,8 @@ def _bind(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     q, k, v, gate = (autocast(x) for x in (q, k, v, gate))  # type: ignore[assignment]
-    parameters = (options.get(name) for name in ("bias", "sink", "tau"))
-    return check(Call(spec, q, k, v, *parameters, gate, cu_seqlens_q, cu_seqlens_k, deterministic))
+    bias, sink, tau = (options.get(name) for name in ("bias", "sink", "tau"))
+    return check(Call(spec, q, k, v, bias, sink, tau, gate, cu_seqlens_q, cu_seqlens_k, deterministic))
 
 
 def _bind_packed(

@@ -80,8 +80,9 @@ def _check_device(name: str, tensor: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
 
 
-def check_rank(name: str, tensor: Tensor, layout: str) -> None:
+def check_rank(name: str, tensor: Tensor | None, layout: str) -> None:
     _check_is_tensor(name, tensor)
+    assert tensor is not None
     wanted = layout.count(",") + 1
     if tensor.dim() != wanted:
         raise ValueError(f"{name} must have {wanted} dimensions {layout}, got shape {tuple(tensor.shape)}")

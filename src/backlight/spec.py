@@ -127,9 +127,11 @@ class AttentionSpec:
             return torch.full_like(position, sk - 1) if self.right is None else (position + self.right).clamp(max=sk - 1)
         return sk - 1 if self.right is None else min(sk - 1, position + self.right)
 
-    def visible_counts(self, sq: int, sk: int, device: torch.device | str | None = None) -> Tensor:
-        """n_i of eq. 3 for every row: int64 [sq]."""
-        i = torch.arange(sq, device=device)
+    def visible_counts(
+        self, sq: int, sk: int, device: torch.device | str | None = None, i0: int = 0, i1: int | None = None
+    ) -> Tensor:
+        """n_i of eq. 3 for rows [i0, i1), by default all: int64 [i1 - i0]."""
+        i = torch.arange(i0, sq if i1 is None else i1, device=device)
         return (self.last_key(i, sq, sk) - self.first_key(i, sq, sk) + 1).clamp(min=0)
 
     def visible_pairs(self, sq: int, sk: int) -> int:

@@ -15,7 +15,7 @@ from backlight.spec import AttentionSpec, Segment
 # elements of one score tile over all heads of a slab: large enough that a torch call does real work, small enough for the
 # last-level cache of a CPU (2 buffers of 32 MiB in fp32)
 CPU_TILE_ELEMENTS = 1 << 23
-GPU_TILE_ELEMENTS = 1 << 27
+GPU_TILE_ELEMENTS = 1 << 25
 
 
 def heuristic(group: int, sq: int, sk: int, heads: int, device: torch.device) -> Config:

@@ -12,17 +12,7 @@ import torch
 from torch import Tensor
 
 from backlight.backends.tiled.config import Slab, Tile, config_of, row_blocks, slabs, tiles
-from backlight.backends.tiled.primitives import (
-    Elastic,
-    Scores,
-    Workspace,
-    add_product_,
-    heads_of,
-    keys_of,
-    operand_dtype,
-    put_rows,
-    rows_of,
-)
+from backlight.backends.tiled.primitives import Block, Elastic, Scores, Workspace, add_product_, heads_of, keys_of
 from backlight.call import Call
 from backlight.config import Config
 from backlight.spec import LN2, LOG2E
@@ -43,75 +33,67 @@ def forward(call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
 def _forward_slab(
     call: Call, slab: Slab, config: Config, workspace: Workspace, y: Tensor, lse: Tensor, u: Tensor | None
 ) -> None:
-    spec, z, group = call.spec, slab.segment, call.group
+    z = slab.segment
     scores = Scores(call, slab, workspace)
-    v = keys_of(call.v, slab).to(operand_dtype(call))
+    v = keys_of(call.v, slab).to(scores.operand)
     elastic = Elastic(call, slab, workspace) if call.tau is not None else None
-    sink = None if call.sink is None else heads_of(call.sink, slab, group, call.accumulator_dtype)
-    gate = None if call.gate is None else rows_of(call.gate, slab, group)
+    sink = None if call.sink is None else heads_of(call.sink, slab, call.group, call.accumulator_dtype)
     for i0, i1 in row_blocks(z.sq, config):
-        block_tiles = tiles(spec, i0, i1, z.sq, z.sk, config)
-        block_lse, o = _softmax_sweep(scores, v, sink, block_tiles, i0, i1, with_output=elastic is None)
+        block = Block(slab, call.group, i0, i1)
+        block_tiles = tiles(call.spec, i0, i1, z.sq, z.sk, config)
+        scores.start(block)
+        block_lse, o = _softmax_sweep(scores, v, sink, block_tiles, with_output=elastic is None)
         if elastic is not None:
-            o, block_u = _elastic_sweep(scores, v, elastic, block_lse, block_tiles, i0, i1, with_u=u is not None)
+            elastic.start(block)
+            o, block_u = _elastic_sweep(scores, v, elastic, block_lse, block_tiles, with_u=u is not None)
             if u is not None:
-                put_rows(u, slab, group, i0, i1, block_u)
-        if gate is not None:
-            o.mul_(torch.sigmoid(gate[:, i0 * group : i1 * group].to(o.dtype)))
-        put_rows(y, slab, group, i0, i1, o)
-        put_rows(lse[..., None], slab, group, i0, i1, block_lse)
+                block.put_rows(u, block_u)
+        if call.gate is not None:
+            o.mul_(torch.sigmoid(block.rows_of(call.gate).to(o.dtype)))
+        block.put_rows(y, o)
+        block.put_rows(lse[..., None], block_lse)
 
 
 def _softmax_sweep(
-    scores: Scores, v: Tensor, sink: Tensor | None, block_tiles: list[Tile], i0: int, i1: int, with_output: bool
+    scores: Scores, v: Tensor, sink: Tensor | None, block_tiles: list[Tile], with_output: bool
 ) -> tuple[Tensor, Tensor]:
-    """Eq. 31: (lse [N, rows, 1], o [N, rows, Dv]) of positions [i0, i1); o stays 0 when only lse is wanted."""
-    n, rows = v.shape[0], (i1 - i0) * scores.group
+    """Eq. 31: (lse [N, rows, 1], o [N, rows, Dv]) of the started block; o has no columns when only lse is wanted."""
+    n, rows, _ = scores.q.shape
     if sink is None:
         m = v.new_full((n, rows, 1), -math.inf, dtype=scores.dtype)
         l = torch.zeros_like(m)  # noqa: E741 - the letter of eq. 31
     else:
-        m = (sink * LOG2E).repeat(1, i1 - i0)[..., None]
+        m = scores.block.repeat_positions(sink * LOG2E)
         l = torch.ones_like(m)  # noqa: E741
     acc = v.new_zeros(n, rows, v.shape[-1] if with_output else 0, dtype=scores.dtype)
     for tile in block_tiles:
-        part = slice((tile.i0 - i0) * scores.group, (tile.i1 - i0) * scores.group)
+        part = scores.block.part(tile)
         s2 = scores.tile(tile)
-        m_old, l_tile = m[:, part], l[:, part]
+        m_old, l_part, acc_part = m[:, part], l[:, part], acc[:, part]
         m_new = torch.maximum(m_old, s2.amax(dim=-1, keepdim=True))
         m_safe = m_new.masked_fill(m_new == -math.inf, 0)
         rescale = torch.exp2(m_old - m_safe)
         p = s2.sub_(m_safe).exp2_()
-        l_tile.mul_(rescale).add_(p.sum(dim=-1, keepdim=True))
+        l_part.mul_(rescale).add_(p.sum(dim=-1, keepdim=True))
         if with_output:
-            acc_tile = acc[:, part]
-            acc_tile.mul_(rescale)
-            add_product_(acc_tile, p.to(v.dtype), v[:, tile.j0 : tile.j1])
-        m[:, part] = m_new
+            acc_part.mul_(rescale)
+            add_product_(acc_part, p.to(v.dtype), v[:, tile.j0 : tile.j1])
+        m_old.copy_(m_new)
     lse = (m + torch.log2(l)) * LN2
     return lse, acc.div_(l.masked_fill(l == 0, 1))
 
 
 def _elastic_sweep(
-    scores: Scores,
-    v: Tensor,
-    elastic: Elastic,
-    lse: Tensor,
-    block_tiles: list[Tile],
-    i0: int,
-    i1: int,
-    with_u: bool,
+    scores: Scores, v: Tensor, elastic: Elastic, lse: Tensor, block_tiles: list[Tile], with_u: bool
 ) -> tuple[Tensor, Tensor]:
-    """Second sweep of eq. 32: (o, u) of positions [i0, i1) from their final lse."""
-    n, rows = v.shape[0], (i1 - i0) * scores.group
-    o = v.new_zeros(n, rows, v.shape[-1], dtype=scores.dtype)
-    u = torch.zeros_like(o) if with_u else o.new_empty(0)
+    """Second sweep of eq. 32: (o, u) of the started block from its final lse."""
+    o = v.new_zeros(*scores.q.shape[:2], v.shape[-1], dtype=scores.dtype)
+    u = torch.zeros_like(o)
     lse2 = base2(lse)
     for tile in block_tiles:
-        part = slice((tile.i0 - i0) * scores.group, (tile.i1 - i0) * scores.group)
+        part, keys = scores.block.part(tile), v[:, tile.j0 : tile.j1]
         p = elastic.exact_single_(scores.tile(tile).sub_(lse2[:, part]).exp2_(), tile)
         a, m = elastic.weights(p, tile, scores)
-        keys = v[:, tile.j0 : tile.j1]
         add_product_(o[:, part], a.to(v.dtype), keys)
         if with_u:
             add_product_(u[:, part], m.to(v.dtype), keys)

@@ -8,6 +8,7 @@ the group, so that any range of positions of all heads that share a key is one c
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -45,20 +46,48 @@ def add_product_(acc: Tensor, a: Tensor, b: Tensor) -> None:
 # --- layout ------------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(tensor: Tensor, slab: Slab, group: int) -> Tensor:
-    """[B,Hq,Sq,*] -> [N, Sq * r, *], position-major."""
-    z = slab.segment
-    heads = tensor[slab.b0 : slab.b1, slab.g0 * group : slab.g1 * group, z.q0 : z.q1]
-    grouped = heads.unflatten(1, (-1, group)).transpose(2, 3)
-    return grouped.flatten(2, 3).flatten(0, 1)
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Positions [i0, i1) of all rows of a slab: the unit that a sweep finishes before it goes on."""
 
+    slab: Slab
+    group: int
+    i0: int
+    i1: int
 
-def put_rows(out: Tensor, slab: Slab, group: int, i0: int, i1: int, rows: Tensor) -> None:
-    """Inverse of `rows_of` for positions [i0, i1), casting to the dtype of `out`."""
-    q0 = slab.segment.q0
-    heads = out[slab.b0 : slab.b1, slab.g0 * group : slab.g1 * group, q0 + i0 : q0 + i1]
-    grouped = heads.unflatten(1, (-1, group)).transpose(2, 3)
-    grouped.copy_(rows.unflatten(1, (-1, group)).unflatten(0, (grouped.shape[0], -1)))
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        """[B,Hq,Sq,*] -> [N, (i1 - i0) * r, *], position-major."""
+        return self._heads(tensor).transpose(2, 3).flatten(2, 3).flatten(0, 1)
+
+    def put_rows(self, out: Tensor, rows: Tensor) -> None:
+        """Inverse of `rows_of`, casting to the dtype of `out`."""
+        heads = self._heads(out).transpose(2, 3)
+        heads.copy_(rows.unflatten(1, (-1, self.group)).unflatten(0, heads.shape[:2]))
+
+    def _heads(self, tensor: Tensor) -> Tensor:
+        """[B,Hq,Sq,*] -> [batches, kv heads, r, i1 - i0, *], a view."""
+        z = self.slab
+        q0 = z.segment.q0
+        heads = tensor[z.b0 : z.b1, z.g0 * self.group : z.g1 * self.group, q0 + self.i0 : q0 + self.i1]
+        return heads.unflatten(1, (-1, self.group))
+
+    def repeat_positions(self, heads: Tensor) -> Tensor:
+        """One value per head, [N, r] -> one per row, [N, rows, 1]."""
+        return heads.repeat(1, self.i1 - self.i0)[..., None]
+
+    def sum_positions(self, rows: Tensor) -> Tensor:
+        """[N, rows, 1] -> [N, r]."""
+        return rows.squeeze(-1).unflatten(1, (-1, self.group)).sum(dim=1)
+
+    def visible_counts(self, spec: AttentionSpec, device: torch.device) -> Tensor:
+        """n_i of every row, [1, rows, 1]."""
+        z = self.slab.segment
+        counts = spec.visible_counts(z.sq, z.sk, device, self.i0, self.i1)
+        return counts.repeat_interleave(self.group)[None, :, None]
+
+    def part(self, tile: Tile) -> slice:
+        """Rows of a tile, counted from the block's first."""
+        return slice((tile.i0 - self.i0) * self.group, (tile.i1 - self.i0) * self.group)
 
 
 def keys_of(tensor: Tensor, slab: Slab) -> Tensor:
@@ -105,34 +134,35 @@ class Workspace:
 class Scores:
     """Base-2 logits of a slab's tiles (eq. 4-7), the same code for every sweep of both directions.
 
-    q and k are the slab's operands. `tanh` of the last softcapped tile is kept for its derivative (eq. 25).
+    `start` loads the rows of a block. `tanh` of the last softcapped tile is kept for its derivative (eq. 25).
     """
 
     def __init__(self, call: Call, slab: Slab, workspace: Workspace):
-        self.spec, self.segment, self.group = call.spec, slab.segment, call.group
-        self.workspace = workspace
-        self.dtype = call.accumulator_dtype
-        operand = operand_dtype(call)
-        cap = call.spec.softcap
-        # the factor between q.k and what is exponentiated; folded into q unless that would round a 16-bit operand
-        factor = call.scale * LOG2E if cap is None else call.scale / cap
-        self.q = rows_of(call.q, slab, call.group).to(operand)
-        self.k = keys_of(call.k, slab).to(operand)
-        self.factor = factor if operand in (torch.float16, torch.bfloat16) else None
-        self.q_factor = 1.0 if self.factor else factor
-        if self.factor is None:
-            self.q = self.q * factor
+        self.call, self.spec, self.segment, self.workspace = call, call.spec, slab.segment, workspace
+        self.dtype, self.operand = call.accumulator_dtype, operand_dtype(call)
+        self.k = keys_of(call.k, slab).to(self.operand)
+        # between q.k and what is exponentiated; folded into q unless that would round a 16-bit operand
+        self.factor = call.scale * LOG2E if call.spec.softcap is None else call.scale / call.spec.softcap
+        self.folded = self.operand == self.dtype
         self.bias = Bias(call, slab) if call.bias is not None else None
         self.tanh: Tensor | None = None
 
-    def rows(self, tile: Tile) -> slice:
-        return slice(tile.i0 * self.group, tile.i1 * self.group)
+    def start(self, block: Block) -> None:
+        self.block = block
+        self.q = block.rows_of(self.call.q).to(self.operand)
+        if self.folded:
+            self.q = self.q * self.factor
+
+    @property
+    def dk_factor(self) -> float:
+        """dk = scale * dx^T q (eq. 26); `self.q` may carry the factor of the logits already."""
+        return self.call.scale / self.factor if self.folded else self.call.scale
 
     def tile(self, tile: Tile) -> Tensor:
         """s * log2(e), -inf where masked: [N, rows, keys], overwritten by the next call."""
-        q, k = self.q[:, self.rows(tile)], self.k[:, tile.j0 : tile.j1]
+        q, k = self.q[:, self.block.part(tile)], self.k[:, tile.j0 : tile.j1]
         s2 = product(q, k.mT, self.workspace.take("s", q.shape[0], q.shape[1], k.shape[1]))
-        if self.factor is not None:
+        if not self.folded:
             s2.mul_(self.factor)
         if self.spec.softcap is not None:
             self.tanh = torch.tanh(s2, out=self.workspace.take("tanh", *s2.shape))
@@ -143,11 +173,11 @@ class Scores:
 
     def mask_(self, tile_values: Tensor, tile: Tile) -> Tensor:
         """-inf where the spec hides a key; touches only the rectangles that an edge crosses."""
-        sq, sk = self.segment.sq, self.segment.sk
+        sq, sk, group = self.segment.sq, self.segment.sk, self.block.group
         window = self.spec.left, self.spec.right
         for i0, i1, j0, j1 in self.spec.edges(tile.i0, tile.i1, tile.j0, tile.j1, sq, sk):
-            bound = _bound(window, i0 + sk - sq - j0, i1 - i0, j1 - j0, self.group, self.dtype, self.q.device)
-            part = tile_values[:, (i0 - tile.i0) * self.group : (i1 - tile.i0) * self.group, j0 - tile.j0 : j1 - tile.j0]
+            bound = _bound(window, i0 + sk - sq - j0, i1 - i0, j1 - j0, group, self.dtype, self.q.device)
+            part = tile_values[:, (i0 - tile.i0) * group : (i1 - tile.i0) * group, j0 - tile.j0 : j1 - tile.j0]
             torch.minimum(part, bound, out=part)
         return tile_values
 
@@ -226,35 +256,33 @@ class Bias:
 
 
 class Elastic:
-    """Survivors and weights of the elastic softmax for a slab's rows (eq. 10, 11), the same expression in both directions."""
+    """Survivors and weights of the elastic softmax (eq. 10, 11), the same expression in both directions."""
 
     def __init__(self, call: Call, slab: Slab, workspace: Workspace):
         assert call.tau is not None
-        z, dtype = slab.segment, call.accumulator_dtype
-        self.group, self.workspace = call.group, workspace
-        counts = call.spec.visible_counts(z.sq, z.sk, call.q.device)
-        self.has_sink = call.sink is not None
-        single = torch.nonzero(counts == 1).flatten()
-        # rows that see one key are contiguous runs at the ends; outside [first, last] nothing needs the exact p = 1
-        self.single_span = None if self.has_sink or single.numel() == 0 else (int(single[0]), int(single[-1]) + 1)
-        self.n = counts.repeat_interleave(call.group)[None, :, None]
-        tau = heads_of(call.tau, slab, call.group, dtype)
-        self.tau = tau.repeat(1, z.sq)[:, :, None]
-        self.tau_over_n = self.tau / self.n.clamp(min=1)
+        self.call, self.workspace = call, workspace
+        self.tau_heads = heads_of(call.tau, slab, call.group, call.accumulator_dtype)
+
+    def start(self, block: Block) -> None:
+        self.block = block
+        tau = block.repeat_positions(self.tau_heads)
+        n = block.visible_counts(self.call.spec, tau.device)
+        self.tau, self.n = tau, n.clamp(min=1)
+        self.tau_over_n = tau / self.n
         # every visible key survives when tau >= 0, also where p underflowed; masked keys sit at -inf and never do
-        self.floor = torch.zeros_like(self.tau).masked_fill_(self.tau >= 0, -math.inf)
+        self.floor = torch.zeros_like(tau).masked_fill_(tau >= 0, -math.inf)
+        self.single = None if self.call.sink is not None or not bool((n == 1).any()) else n == 1
 
     def exact_single_(self, p: Tensor, tile: Tile) -> Tensor:
         """Where a row sees one key, p is 1 exactly: rounding of lse must not decide on which side of the kink it falls."""
-        if self.single_span is None or tile.i1 <= self.single_span[0] or self.single_span[1] <= tile.i0:
+        if self.single is None:
             return p
-        single = self.n[:, tile.i0 * self.group : tile.i1 * self.group] == 1
-        return p.masked_fill_(single & (p > 0.5), 1.0)
+        return p.masked_fill_(self.single[:, self.block.part(tile)] & (p > 0.5), 1.0)
 
     def weights(self, p: Tensor, tile: Tile, scores: Scores) -> tuple[Tensor, Tensor]:
         """(a, m): weights relu(p + tau / n) and survivors as 0/1, both [N, rows, keys]."""
-        rows = scores.rows(tile)
-        a = torch.add(p, self.tau_over_n[:, rows], out=self.workspace.take("a", *p.shape))
+        part = self.block.part(tile)
+        a = torch.add(p, self.tau_over_n[:, part], out=self.workspace.take("a", *p.shape))
         scores.mask_(a, tile)
-        m = torch.gt(a, self.floor[:, rows], out=self.workspace.take("m", *p.shape))
+        m = torch.gt(a, self.floor[:, part], out=self.workspace.take("m", *p.shape))
         return a.clamp_(min=0), m
