@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from backlight import ops, registry
 from backlight.binding import Window, autocast, check, check_rank, make_spec
 from backlight.call import Call
+
+
+class Options(TypedDict, total=False):
+    """The keywords of `attention` and `attention_varlen`, explained there."""
+
+    causal: bool
+    window: Window | None
+    scale: float | None
+    softcap: float | None
+    bias: Tensor | None
+    bias_origin: int
+    sink: Tensor | None
+    tau: Tensor | None
+    gate: Tensor | None
+    deterministic: bool | None
+    backend: str | None
+
+
+@overload
+def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -71,6 +98,32 @@ def attention(
     )
     y, lse = ops.attention(call, _known(backend))
     return (y, lse) if return_lse else y
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention_varlen(

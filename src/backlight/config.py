@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+Choice = TypeVar("Choice")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +30,12 @@ class Config:
 
 
 # a plain dict, not a context variable: autograd may run the backward in a thread of its own
-_overrides: dict[str, Config] = {}
+_overrides: dict[str, Any] = {}
 
 
 @contextmanager
-def override(backend: str, config: Config) -> Iterator[None]:
-    """Force one backend's configuration inside the block; for tests and tuning."""
+def override(backend: str, config: Any) -> Iterator[None]:
+    """Force the configuration of a backend ("tiled") or of one of its kernels inside the block; for tests and tuning."""
     before = _overrides.get(backend)
     _overrides[backend] = config
     try:
@@ -44,5 +47,5 @@ def override(backend: str, config: Config) -> Iterator[None]:
             _overrides[backend] = before
 
 
-def resolve(backend: str, heuristic: Callable[[], Config]) -> Config:
+def resolve(backend: str, heuristic: Callable[[], Choice]) -> Choice:
     return _overrides.get(backend) or heuristic()

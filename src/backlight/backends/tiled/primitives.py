@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from backlight.backends.tiled.config import Slab, Tile
 from backlight.call import Call
-from backlight.spec import LOG2E, AttentionSpec
+from backlight.spec import LN2, LOG2E, AttentionSpec
 
 # --- matmuls: operands as they are, accumulation in fp32 (or fp64) -----------------------------------------------------------
 
@@ -155,8 +155,10 @@ class Scores:
 
     @property
     def dk_factor(self) -> float:
-        """dk = scale * dx^T q (eq. 26); `self.q` may carry the factor of the logits already."""
-        return self.call.scale / self.factor if self.folded else self.call.scale
+        """dk = scale * dx^T q (eq. 26); where `self.q` carries the factor of the logits, scale / factor is left to multiply."""
+        if not self.folded:
+            return self.call.scale
+        return LN2 if self.spec.softcap is None else self.spec.softcap
 
     def tile(self, tile: Tile) -> Tensor:
         """s * log2(e), -inf where masked: [N, rows, keys], overwritten by the next call."""
