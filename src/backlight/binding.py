@@ -28,7 +28,7 @@ def make_spec(
     gate: Tensor | None = None,
 ) -> AttentionSpec:
     if not isinstance(causal, bool):
-        raise TypeError(f"causal must be a bool, got {causal!r}")
+        raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
     for name, number in (("scale", scale), ("softcap", softcap)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float))):
             raise TypeError(f"{name} must be a number or None, got {type(number).__name__}")
@@ -163,7 +163,7 @@ def autocast(tensor: Tensor | None) -> Tensor | None:
     if not isinstance(tensor, Tensor):
         return tensor
     device = tensor.device.type
-    eligible = tensor.dtype.is_floating_point and tensor.dtype != torch.float64
+    eligible = tensor.dtype.is_floating_point and tensor.dtype != torch.float64 and device != "meta"
     if eligible and torch.is_autocast_enabled(device):
         return tensor.to(torch.get_autocast_dtype(device))
     return tensor

@@ -84,7 +84,7 @@ class Flashlike(Oracle):
         if dlse is not None:
             delta = delta - dlse
         out = {name: torch.zeros_like(head[name[1:]]) for name in ("dq", "dk", "dv")}
-        dbias = torch.zeros(0) if head["bias"] is None else torch.zeros_like(head["bias"])
+        dbias = dy.new_zeros(0) if head["bias"] is None else torch.zeros_like(head["bias"])
         for keys, capped, s, tile in self._tiles(head):
             p = trace.p(s, head["lse"])
             m = trace.m(p, tau, n, tile["visible"])
