@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from pathlib import Path
 from typing import Annotated
 
@@ -69,17 +68,33 @@ def demo(
 @app.command(context_settings=HANDED_ON, add_help_option=False)
 def doctor(context: typer.Context) -> None:
     """Examine an attention kernel: which quantity goes wrong first, where, and the defect's name."""
-    if importlib.util.find_spec("backlight.doctor") is None or importlib.util.find_spec("backlight.doctor.command") is None:
-        _console().print("The doctor is not part of this version.")
-        raise typer.Exit(2)
-    importlib.import_module("backlight.doctor.command").app(args=context.args, prog_name="backlight doctor")
+    _hand_on("doctor", context.args)
 
 
 @app.command(context_settings=HANDED_ON, add_help_option=False)
 def bench(context: typer.Context) -> None:
-    """Measure speed beside the peers (not part of this version)."""
-    _console().print("Benchmarks are not part of this version.")
-    raise typer.Exit(2)
+    """Measure speed beside the peers, on cases whose results were checked in the same run."""
+    _hand_on("bench", context.args)
+
+
+def _hand_on(name: str, arguments: list[str]) -> None:
+    """Run the command of `backlight.<name>.command`, or say in a sentence that this version does not have it."""
+    command = _command_of(name)
+    if command is None:
+        _console().print(f"`backlight {name}` is not part of this version.")
+        raise typer.Exit(2)
+    command(args=arguments, prog_name=f"backlight {name}")
+
+
+def _command_of(name: str) -> typer.Typer | None:
+    package, module = f"backlight.{name}", f"backlight.{name}.command"
+    try:
+        return importlib.import_module(module).app
+    except ModuleNotFoundError as missing:
+        # only the command's own absence is an answer; anything missing inside it is an error
+        if missing.name in (package, module):
+            return None
+        raise
 
 
 def main() -> None:

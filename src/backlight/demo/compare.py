@@ -54,16 +54,16 @@ def difference(name: str, got: Tensor | None, want: Tensor, limit: float) -> Dif
 
 def table(title: str, differences: list[Difference]) -> Table:
     """One row per quantity, verdict last."""
-    shown = Table(title=title, title_justify="left")
+    shown = Table(title=title, title_justify="left", padding=(0, 0))
     for heading in ("quantity", "shape"):
         shown.add_column(heading)
-    for heading in ("max difference", "mean difference", "limit", "large", "non-finite"):
+    for heading in ("max diff", "mean diff", "limit", "large", "non-finite"):
         shown.add_column(heading, justify="right")
     shown.add_column("verdict")
     for d in differences:
         shown.add_row(
             d.name,
-            " x ".join(map(str, d.shape)),
+            "x".join(map(str, d.shape)),
             f"{d.largest:.2e}",
             f"{d.mean:.2e}",
             f"{d.limit:.0e}",

@@ -28,9 +28,13 @@ def sparkline(values: Sequence[float], width: int = 72) -> str:
     return "".join(BARS[round((len(BARS) - 1) * (mean - low) / span)] if math.isfinite(mean) else "?" for mean in means)
 
 
+def has_matplotlib() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def report(console: Console, history: History, out: Path) -> None:
     """Write `lazy_attention.png` and `.svg` under `out`, or draw the biases in the terminal without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not has_matplotlib():
         console.print("matplotlib is not installed (extra `report`): the learned biases as text, distance 0 on the left")
         for head, table in enumerate(history.after.bias.tolist()):
             console.print(f"  head {head}  {sparkline(table)}  tau {history.after.tau[head]:+.3f}")
@@ -41,7 +45,7 @@ def report(console: Console, history: History, out: Path) -> None:
 
 
 def draw(history: History, out: Path) -> list[Path]:
-    """One figure: loss, tau before and after, and for every head its bias by distance and its weights."""
+    """One figure: loss, tau of every head, and for every head its bias by distance and its weights."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.hashsalt": "backlight", "font.size": 8}):
@@ -61,13 +65,11 @@ def _figure(history: History):  # type: ignore[no-untyped-def]
     grid = figure.add_gridspec(3, 2 * heads)
     loss = figure.add_subplot(grid[0, :heads], title="loss", xlabel="step", yscale="log")
     loss.plot(history.losses, color="tab:blue", linewidth=1)
-    tau = figure.add_subplot(grid[0, heads:], title="tau: before (o) and after (x)", xlabel="head", xticks=range(heads))
+    tau = figure.add_subplot(grid[0, heads:], title="tau", xlabel="step")
     tau.axhline(0, color="0.8", linewidth=0.8)
     for head in range(heads):
-        ends = [float(before.tau[head]), float(after.tau[head])]
-        tau.plot([head, head], ends, color="0.6", linewidth=1)
-        tau.plot(head, ends[0], "o", color="0.5")
-        tau.plot(head, ends[1], "x", color="tab:red")
+        tau.plot([values[head] for values in history.taus], linewidth=1, label=f"head {head}")
+    tau.legend(frameon=False, ncols=heads)
     for head in range(heads):
         columns = slice(2 * head, 2 * head + 2)
         bias = figure.add_subplot(grid[1, columns], title=f"head {head}: bias by distance", xlabel="distance i - j")
@@ -75,8 +77,7 @@ def _figure(history: History):  # type: ignore[no-untyped-def]
             bias.axvline(lag, color="tab:orange", linewidth=0.8, linestyle=":")
         bias.plot(before.bias[head].tolist(), color="0.7", linewidth=1)
         bias.plot(after.bias[head].tolist(), color="tab:blue", linewidth=1.2)
-        weights = figure.add_subplot(
-            grid[2, columns], title=f"weights, {float(after.density[head]):.0%} of visible keys alive", xlabel="key", ylabel="row"
-        )
+        alive = f"weights, {float(after.density[head]):.0%} of visible keys alive"
+        weights = figure.add_subplot(grid[2, columns], title=alive, xlabel="key", ylabel="row")
         weights.imshow(after.a[head].float().numpy() ** 0.5, cmap="magma", interpolation="nearest")
     return figure

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,7 +91,7 @@ def run(console: Console, out: Path) -> bool:
     return not failed
 
 
-def _values(tensors: dict[str, Tensor | None]) -> Columns:
+def _values(tensors: Mapping[str, Tensor | None]) -> Columns:
     return Columns([_matrix(name, tensor) for name, tensor in tensors.items()], padding=(0, 3))
 
 

@@ -22,6 +22,7 @@ from backlight.backends.tiled.primitives import (
     Workspace,
     add_heads_,
     add_product_,
+    columns,
     heads_of,
     keys_of,
     product,
@@ -110,14 +111,11 @@ def _backward_slab(
     wanted = out.keys() | sums.keys()
     want_ds = not SCORE_GRADIENTS.isdisjoint(wanted)
     scores = Scores(call, slab, workspace)
-    v = keys_of(call.v, slab).to(scores.operand)
+    v_columns = columns(keys_of(call.v, slab).to(scores.operand))
     elastic = Elastic(call, slab, workspace) if call.tau is not None else None
 
-    def transposed(keys: Tensor) -> Tensor:
-        return keys.new_zeros(keys.shape[0], keys.shape[2], keys.shape[1], dtype=dtype)
-
-    dk = transposed(scores.k) if "dk" in out else None
-    dv = transposed(v) if "dv" in out else None
+    dk = torch.zeros_like(scores.k_columns, dtype=dtype) if "dk" in out else None
+    dv = torch.zeros_like(v_columns, dtype=dtype) if "dv" in out else None
     dmirrored = torch.zeros_like(scores.bias.mirrored) if scores.bias is not None and "dbias" in sums else None
     for i0, i1 in row_blocks(z.sq, config):
         block = Block(slab, call.group, i0, i1)
@@ -139,7 +137,7 @@ def _backward_slab(
                 add_product_(dv[:, :, keys], do[:, part].mT, a.to(scores.operand))
             if not want_ds:
                 continue
-            dp = product(do[:, part], v[:, keys].mT, workspace.take("dp", *p.shape))
+            dp = product(do[:, part], v_columns[:, :, keys], workspace.take("dp", *p.shape))
             if m is not None:
                 dp.mul_(m)
             ds = dp.sub_(delta[:, part]).mul_(p)

@@ -102,6 +102,11 @@ def put_keys(out: Tensor, slab: Slab, keys: Tensor) -> None:
     target.copy_(keys.unflatten(0, target.shape[:2]))
 
 
+def columns(keys: Tensor) -> Tensor:
+    """[N, Sk, D] -> [N, D, Sk]. A copy on the CPU: BLAS libraries may multiply a transposed view many times slower."""
+    return keys.mT.contiguous() if keys.device.type == "cpu" else keys.mT
+
+
 def heads_of(parameter: Tensor, slab: Slab, group: int, dtype: torch.dtype) -> Tensor:
     """[Hq, *] -> [N, r, *], repeated over the slab's batches."""
     heads = parameter[slab.g0 * group : slab.g1 * group].to(dtype).unflatten(0, (-1, group))
@@ -141,6 +146,7 @@ class Scores:
         self.call, self.spec, self.segment, self.workspace = call, call.spec, slab.segment, workspace
         self.dtype, self.operand = call.accumulator_dtype, operand_dtype(call)
         self.k = keys_of(call.k, slab).to(self.operand)
+        self.k_columns = columns(self.k)
         # between q.k and what is exponentiated; folded into q unless that would round a 16-bit operand
         self.factor = call.scale * LOG2E if call.spec.softcap is None else call.scale / call.spec.softcap
         self.folded = self.operand == self.dtype
@@ -162,8 +168,8 @@ class Scores:
 
     def tile(self, tile: Tile) -> Tensor:
         """s * log2(e), -inf where masked: [N, rows, keys], overwritten by the next call."""
-        q, k = self.q[:, self.block.part(tile)], self.k[:, tile.j0 : tile.j1]
-        s2 = product(q, k.mT, self.workspace.take("s", q.shape[0], q.shape[1], k.shape[1]))
+        q, k = self.q[:, self.block.part(tile)], self.k_columns[:, :, tile.j0 : tile.j1]
+        s2 = product(q, k, self.workspace.take("s", q.shape[0], q.shape[1], k.shape[2]))
         if not self.folded:
             s2.mul_(self.factor)
         if self.spec.softcap is not None:

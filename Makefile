@@ -1,0 +1,56 @@
+# make test   |   make demo      each is enough on a fresh clone: it creates .venv, installs, and does the job
+#
+# PYTHON       interpreter that creates the environment                     make test PYTHON=python3.12
+# VENV         the environment; one that exists is used as it is            make test VENV=/path/to/env
+# CONSTRAINTS  empty keeps the torch an existing environment already has    make test VENV=/path/to/env CONSTRAINTS=
+# PIP_FLAGS    extra flags for pip install, such as another index           make test PIP_FLAGS="--extra-index-url ..."
+# WORKERS      test processes (auto: one per core, at most 4)               make test WORKERS=1
+# ARGS         passed on to pytest, or to backlight demo                    make test ARGS="-k seeds"
+
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+PIP_FLAGS ?=
+WORKERS ?= auto
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.backlight-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install test demo lint format clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-9s %s\n", $$1, $$2 }'
+	@printf '\nVariables: PYTHON VENV CONSTRAINTS PIP_FLAGS WORKERS ARGS (see the head of the Makefile)\n'
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "backlight needs Python 3.10 or later; choose one with PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	@echo "installing backlight and its tools into $(VENV); the first time this takes a minute or two"
+	@$(BIN)/python -m pip install --quiet $(PIP_FLAGS) $(addprefix -c ,$(CONSTRAINTS)) -e '.[report,test,dev]'
+	@touch $@
+
+install: $(STAMP)  ## create the environment and install backlight into it
+
+test: lint  ## ruff, mypy, then every test but the slow ones
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" -n $(WORKERS) --maxprocesses 4 --dist worksteal $(ARGS)
+
+demo: $(STAMP)  ## see it work on this machine, under three minutes
+	$(BIN)/backlight demo $(ARGS)
+
+lint: $(STAMP)  ## ruff, codespell and mypy
+	$(BIN)/ruff check .
+	$(BIN)/codespell src tests docs examples *.md
+	$(BIN)/mypy
+
+format: $(STAMP)  ## let ruff fix and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove what the other targets made
+	rm -rf .venv build dist reports .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
