@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from backlight import ops, registry
-from backlight.binding import Window, autocast, check, check_rank, make_spec
+from backlight.binding import Window, autocast, check, check_is_tensor, check_rank, make_spec
 from backlight.call import Call
 
 
@@ -232,6 +232,8 @@ def _bind(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_rank(name, tensor, "[B, H, S, D]")
     spec = make_spec(gate=gate, **options)
+    if not (deterministic is None or isinstance(deterministic, bool)):
+        raise TypeError(f"deterministic must be a bool or None, got {deterministic!r}")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     q, k, v, gate = (autocast(x) for x in (q, k, v, gate))  # type: ignore[assignment]
@@ -250,6 +252,7 @@ def _bind_packed(
     **options: Any,
 ) -> Call:
     """Packed [T, H, D] as the batched case B = 1, in place."""
+    check_is_tensor("cu_seqlens_q", cu_seqlens_q)
     for name, tensor in (("q", q), ("k", k), ("v", v), ("gate", gate)):
         if tensor is not None or name != "gate":
             check_rank(name, tensor, "[T, H, D]")

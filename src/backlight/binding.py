@@ -59,7 +59,7 @@ def check(call: Call) -> Call:
 
 def _check_tensors(call: Call) -> None:
     for name in ("q", "k", "v"):
-        _check_is_tensor(name, getattr(call, name))
+        check_is_tensor(name, getattr(call, name))
     q = call.q
     if q.dtype not in DTYPES:
         raise TypeError(f"q must be fp16, bf16, fp32 or fp64, got {q.dtype}")
@@ -70,7 +70,7 @@ def _check_tensors(call: Call) -> None:
         _check_device(name, tensor, q)
 
 
-def _check_is_tensor(name: str, value: object) -> None:
+def check_is_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
 
@@ -81,7 +81,7 @@ def _check_device(name: str, tensor: Tensor, q: Tensor) -> None:
 
 
 def check_rank(name: str, tensor: Tensor | None, layout: str) -> None:
-    _check_is_tensor(name, tensor)
+    check_is_tensor(name, tensor)
     assert tensor is not None
     wanted = layout.count(",") + 1
     if tensor.dim() != wanted:
@@ -134,7 +134,7 @@ def _check_parameters(call: Call) -> None:
 
 
 def _check_parameter(name: str, parameter: Tensor, q: Tensor) -> None:
-    _check_is_tensor(name, parameter)
+    check_is_tensor(name, parameter)
     if not parameter.dtype.is_floating_point:
         raise TypeError(f"{name} must have a floating-point dtype, got {parameter.dtype}")
     _check_device(name, parameter, q)
@@ -143,7 +143,7 @@ def _check_parameter(name: str, parameter: Tensor, q: Tensor) -> None:
 def _check_cu_seqlens(call: Call) -> None:
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         cu = getattr(call, name)
-        _check_is_tensor(name, cu)
+        check_is_tensor(name, cu)
         if cu.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name} must be int32 or int64, got {cu.dtype}")
         if cu.dim() != 1 or cu.shape[0] == 0:

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from backlight.spec import AttentionSpec, Segment, packed_segments
 
@@ -70,13 +71,22 @@ class Call:
             return tuple(Segment(b, 0, sq, 0, sk) for b in range(batch))
         assert self.cu_seqlens_k is not None
         cu_q = read_cu_seqlens("cu_seqlens_q", self.cu_seqlens_q, sq)
-        cu_k = cu_q if self.cu_seqlens_k is self.cu_seqlens_q else read_cu_seqlens("cu_seqlens_k", self.cu_seqlens_k, sk)
+        if self.cu_seqlens_k is self.cu_seqlens_q and sk == sq:
+            return packed_segments(cu_q, cu_q)
+        cu_k = read_cu_seqlens("cu_seqlens_k", self.cu_seqlens_k, sk)
         return packed_segments(cu_q, cu_k)
+
+
+# a tensor's values, read once: the layers of a model share one cu_seqlens, and each reading waits for the device
+_host_values: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def read_cu_seqlens(name: str, cu_seqlens: Tensor, total: int) -> tuple[int, ...]:
     """Host values of a cu_seqlens tensor, checked: starts at 0, never decreases, ends at the packed length."""
-    values = tuple(cu_seqlens.tolist())
+    version = None if cu_seqlens.is_inference() else cu_seqlens._version
+    known = _host_values.get(cu_seqlens)
+    values = known[1] if known is not None and version is not None and known[0] == version else tuple(cu_seqlens.tolist())
+    _host_values[cu_seqlens] = (version, values)
     if values[0] != 0:
         raise ValueError(f"{name} must start at 0, got {values[0]}")
     for z, (a, b) in enumerate(pairwise(values)):

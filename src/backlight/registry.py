@@ -11,7 +11,7 @@ from torch import Tensor
 from backlight.call import Call
 from backlight.errors import Unsupported
 
-ORDER = ("tiled",)
+ORDER = ("triton", "tiled")
 
 
 @runtime_checkable

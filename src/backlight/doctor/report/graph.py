@@ -1,7 +1,7 @@
 """The stage graph as a picture: fill is the local error, the ring the global one, so an inherited error looks inherited.
 
-Edges are read off the signatures in `reference/trace.py`; stages that are not rows of a report (x, capped, m, a, ...) are passed
-through, so the drawing stays true when the formulas change.
+Edges are read off the signatures in `reference/trace.py`; stages that are not rows of a report (x, capped, m, a, ...) are
+passed through, so the drawing stays true when the formulas change.
 """
 
 from __future__ import annotations
@@ -20,8 +20,21 @@ TERMS = {"dbias": "bias", "dtau": "tau", "dsink": "sink", "dgate": "gate"}
 SEVERITY = ("unseen", "ok", "precision", "inherited", "suspect", "culprit")
 
 # column and lane of every box; gradients are stacked in the last column by `_places`
-COLUMNS = {"q": (0, 0.0), "k": (0, 1.0), "v": (0, 2.0), "dy": (0, 3.6), "s": (1, 0.5), "lse": (2, 0.0), "p": (3, 0.9),
-           "o": (4, 0.0), "dp": (2, 3.2), "delta": (4, 2.5), "ds": (5, 1.9)}
+COLUMNS = {
+    "q": (0, 0.0),
+    "k": (0, 1.0),
+    "v": (0, 2.0),
+    "dy": (0, 3.6),
+    "s": (1, 0.5),
+    "lse": (2, 0.0),
+    "p": (3, 0.9),
+    "o": (4, 0.0),
+    "dp": (2, 3.2),
+    "delta": (4, 2.5),
+    "ds": (5, 1.9),
+}
+LAST_COLUMN = ("dgate", "dq", "dk", "dbias", "dsink", "dtau", "dv")
+LANES, CLOSEST = 3.6, 0.85
 WIDE, TALL, STEP_X, STEP_Y = 104.0, 42.0, 148.0, 66.0
 
 
@@ -74,10 +87,11 @@ def _worth_drawing(source: str, name: str) -> bool:
 
 
 def _places(names: list[str]) -> dict[str, tuple[float, float]]:
-    last = [name for name in names if name not in COLUMNS]
-    spread = 3.6 / max(len(last) - 1, 1)
-    places = {name: (float(c), lane) for name, (c, lane) in COLUMNS.items() if name in names or name in INPUTS}
-    return places | {name: (6.0, i * spread) for i, name in enumerate(last)}
+    last = [name for name in LAST_COLUMN if name in names]
+    tallest = max(LANES, CLOSEST * (len(last) - 1))
+    drawn = {name: place for name, place in COLUMNS.items() if name in names or name in INPUTS}
+    places = {name: (float(column), lane * tallest / LANES) for name, (column, lane) in drawn.items()}
+    return places | {name: (6.0, i * tallest / max(len(last) - 1, 1)) for i, name in enumerate(last)}
 
 
 def _corner(column: float, lane: float) -> tuple[float, float]:
@@ -97,8 +111,12 @@ def _box(name: str, column: float, lane: float, row: StageRow | None) -> Markup:
     if name in INPUTS:
         shape = tag("rect", x=x, y=y + 8, width=44, height=TALL - 16, rx=13, class_="input")
         return join([shape, label(x + 22, y + TALL / 2 + 4, INPUTS[name], "input", "middle")])
-    kind = row.status if row is not None else "unseen"
-    below = "not seen" if row is None else f"local {words.number(row.local_error, 2)}" if row.local_error is not None else row.status
-    title = f"{name}: {kind}" + ("" if row is None else f", local error {words.number(row.local_error)}, global error {words.number(row.global_error)}")
-    shape = tag("rect", tag("title", title), x=x, y=y, width=WIDE, height=TALL, rx=9, class_=f"box {kind}")
-    return join([shape, label(x + WIDE / 2, y + 18, name, f"name {kind}", "middle"), label(x + WIDE / 2, y + 33, below, f"sub {kind}", "middle")])
+    kind, below, errors = "unseen", "not seen", ""
+    if row is not None:
+        kind = row.status
+        below = f"local {words.number(row.local_error, 2)}" if words.local_error_known(row) else row.status
+        errors = f", local error {words.number(row.local_error)}, global error {words.number(row.global_error)}"
+    shape = tag("rect", tag("title", f"{name}: {kind}{errors}"), x=x, y=y, width=WIDE, height=TALL, rx=9, class_=f"box {kind}")
+    middle = x + WIDE / 2
+    lines = [label(middle, y + 18, name, f"name {kind}", "middle"), label(middle, y + 33, below, f"sub {kind}", "middle")]
+    return join([shape, *lines])

@@ -25,17 +25,19 @@ STATUSES = {
 def html(report: Report) -> str:
     """The page as text."""
     page = _environment().get_template("page.html")
-    nested = {name: value for name, value in report.recipe.items() if isinstance(value, dict | list)}
+    settings = words.settings(report.recipe)
+    nested = [name for name in settings if isinstance(report.recipe[name], dict | list)]
     return page.render(
         report=report,
-        verdict=words.VERDICTS[report.verdict],
+        verdict=words.verdict(report),
         facts=words.top_facts(report).replace("   ", ", "),
         words=words,
-        plain_recipe={name: value for name, value in report.recipe.items() if name not in nested and value is not None},
-        nested_recipe={name: value for name, value in nested.items() if value},
+        plain_settings={name: value for name, value in settings.items() if name not in nested},
+        nested_settings={name: settings[name] for name in nested},
+        notes=words.notes(report.recipe),
         graph=stage_graph(report) if report.stages else "",
         statuses=STATUSES,
-        pictures=[_picture(picture) for picture in report.pictures],
+        pictures=[_picture(picture) for picture in sorted(report.pictures, key=_calm)],
         probes=sorted(report.probes, key=lambda probe: {False: 0, True: 1, None: 2}[probe.passed]),
         outcome=_outcome,
         spark=_spark,
@@ -68,6 +70,14 @@ def _spark(row: StageRow) -> Markup | str:
     return svg.gains(row.gains) if len(row.gains) > 1 else ""
 
 
+def _calm(picture: Picture) -> bool:
+    """False for a picture that shows something wrong: those come first."""
+    if picture.kind == "head_tile":
+        cells = [value for row in picture.data["values"] for value in row if value is not None]
+        return all(value <= picture.data["limit"] for value in cells)
+    return picture.kind != "support" or not (picture.data["leaks"] or picture.data["holes"])
+
+
 def _picture(picture: Picture) -> dict[str, Any]:
     caption, body = {"head_tile": _head_tile, "support": _support, "ulp": _ulp, "repeats": _repeats}[picture.kind](picture.data)
     return {"kind": picture.kind, "title": picture.title, "caption": caption, "body": body}
@@ -82,7 +92,8 @@ def _head_tile(data: dict[str, Any]) -> tuple[str, Markup]:
 def _support(data: dict[str, Any]) -> tuple[str, Markup]:
     leaks, holes, step = data["leaks"], data["holes"], data["step"]
     each = f" One square stands for {step} rows and {step} keys." if step > 1 else ""
-    caption = f"{data['stage']} of {data['head']}: {leaks} leaks (must be zero and are not), {holes} holes (must not be zero and are).{each}"
+    counted = f"{leaks} leaks (must be zero and are not), {holes} holes (must not be zero and are)."
+    caption = f"{data['stage']} of {data['head']}: {counted}{each}"
     kinds = {"visible": "visible", "masked": "masked", "leak": "leak", "hole": "hole"}
     key = svg.join(
         svg.tag("span", svg.join([svg.tag("i", class_=f"swatch {kind}"), Markup(name)])) for kind, name in kinds.items()
@@ -100,7 +111,8 @@ def _ulp(data: dict[str, Any]) -> tuple[str, Markup]:
 
 
 def _repeats(data: dict[str, Any]) -> tuple[str, Markup]:
-    head = svg.tag("tr", svg.join(svg.tag("th", name) for name in ("gradient", "distinct results", "elements that moved", "most ULP")))
+    columns = ("gradient", "distinct results", "elements that moved", "most ULP")
+    head = svg.tag("tr", svg.join(svg.tag("th", name) for name in columns))
     rows = [
         svg.tag(
             "tr",

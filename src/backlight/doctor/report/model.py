@@ -194,15 +194,20 @@ def decode(value: Any) -> Any:
     return NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
+def _where(data: Mapping[str, Any]) -> Where:
+    known: dict[str, Any] = {name: tuple(item) if isinstance(item, list) else item for name, item in data.items()}
+    return Where(**known)
+
+
 def _build(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Constructor arguments of `cls` found in `data`; only fields that may hold numbers are decoded, so a note may say "NaN"."""
+    """Constructor arguments of `cls` in `data`; only fields that may hold numbers are decoded, so a note may say "NaN"."""
     values: dict[str, Any] = {}
     for f in fields(cls):
         if f.name not in data:
             continue
         value, kind = data[f.name], str(f.type)
         if "Where" in kind:
-            value = None if value is None else Where(**{k: tuple(v) if isinstance(v, list) else v for k, v in value.items()})
+            value = None if value is None else _where(value)
         elif "float" in kind or "Any" in kind:
             value = decode(value)
         values[f.name] = value

@@ -12,13 +12,13 @@ from markupsafe import Markup, escape
 from backlight.doctor.report import words
 
 HEAT_STEPS = 9
+FAR_ULP = 8
 
 
 def tag(name: str, content: Markup | str = "", **attributes: object) -> Markup:
     """One element; underscores in attribute names become hyphens, `class_` becomes class, None is left out."""
-    written = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(_short(value))}"' for key, value in attributes.items() if value is not None
-    )
+    given = {key.rstrip("_").replace("_", "-"): _short(value) for key, value in attributes.items() if value is not None}
+    written = "".join(f' {key}="{escape(value)}"' for key, value in given.items())
     return Markup(f"<{name}{written}>{escape(content)}</{name}>")
 
 
@@ -29,7 +29,13 @@ def join(parts: Iterable[Markup]) -> Markup:
 def drawing(width: float, height: float, content: Markup, label: str, class_: str = "picture") -> Markup:
     """An `<svg>` that keeps its natural size but shrinks with the page."""
     return tag(
-        "svg", content, viewBox=f"0 0 {_short(width)} {_short(height)}", width=width, height=height, class_=class_, role="img",
+        "svg",
+        content,
+        viewBox=f"0 0 {_short(width)} {_short(height)}",
+        width=width,
+        height=height,
+        class_=class_,
+        role="img",
         aria_label=label,
     )
 
@@ -61,24 +67,29 @@ def head_tile(data: Mapping[str, Any]) -> Markup:
     values: Sequence[Sequence[float | None]] = data["values"]
     heads, tile, limit = data["heads"], int(data["tile"]), float(data["limit"])
     columns = max((len(row) for row in values), default=0)
-    wide = max(6.0, min(30.0, 560.0 / max(columns, 1)))
+    wide = max(6.0, min(44.0, 440.0 / max(columns, 1)))
     tall = max(8.0, min(24.0, 420.0 / max(len(values), 1)))
     left, top = 12 + 7.0 * max((len(name) for name in heads), default=2), 22.0
     cells = [
         tag(
             "rect",
             tag("title", f"{name}, rows {t * tile}-{(t + 1) * tile - 1}: {words.ratio(value)}"),
-            x=left + t * wide, y=top + h * tall, width=wide - 1, height=tall - 1, rx=min(2.0, tall / 6), class_=heat_step(value, limit),
+            x=left + t * wide,
+            y=top + h * tall,
+            width=wide - 1,
+            height=tall - 1,
+            rx=min(2.0, tall / 6),
+            class_=heat_step(value, limit),
         )
         for h, (name, row) in enumerate(zip(heads, values, strict=True))
         for t, value in enumerate(row)
     ]
     every_head, every_tile = math.ceil(11 / tall), math.ceil(34 / wide)
-    names = [
-        label(left - 8, top + h * tall + tall / 2 + 4, name, anchor="end") for h, name in enumerate(heads) if h % every_head == 0
-    ]
+    shown = [(h, name) for h, name in enumerate(heads) if h % every_head == 0]
+    names = [label(left - 8, top + h * tall + tall / 2 + 4, name, anchor="end") for h, name in shown]
     starts = [label(left + t * wide, top - 8, str(t * tile)) for t in range(0, columns, every_tile)]
-    return drawing(left + columns * wide + 4, top + len(values) * tall + 4, join([*cells, *names, *starts]), "error by head and row tile")
+    content = join([*cells, *names, *starts])
+    return drawing(left + columns * wide + 4, top + len(values) * tall + 4, content, "error by head and row tile")
 
 
 def heat_key(limit: float, unit: str) -> Markup:
@@ -134,15 +145,16 @@ def _run(x: float, y: float, width: float, height: float, kind: str) -> tuple[in
 
 def ulp(edges: Sequence[float], counts: Sequence[int]) -> Markup:
     """Elements by distance from the oracle; bar height is the logarithm of the count."""
-    step, height, top = 26.0, 84.0, 16.0
+    step, height, top = 26.0 if len(edges) <= 8 else 35.0, 84.0, 16.0
     tallest = math.log10(1 + max([*counts, 1]))
     parts = []
     for i, (edge, count) in enumerate(zip(edges, counts, strict=True)):
         bar = height * math.log10(1 + count) / tallest
         x = 4 + i * step
         if count:
-            shape = dict(x=x, y=top + height - bar, width=step - 4, height=bar, rx=2)
-            parts.append(tag("rect", tag("title", f"{count} elements"), **shape, class_="bar far" if edge >= 8 else "bar"))
+            kind = "bar far" if edge >= FAR_ULP else "bar"
+            title = tag("title", f"{count} elements")
+            parts.append(tag("rect", title, x=x, y=top + height - bar, width=step - 4, height=bar, rx=2, class_=kind))
             parts.append(label(x + step / 2 - 2, top + height - bar - 4, _count(count), "count", "middle"))
         closing = "+" if i == len(edges) - 1 else ""
         parts.append(label(x + step / 2 - 2, top + height + 14, f"{_edge(edge)}{closing}", anchor="middle"))
@@ -151,11 +163,11 @@ def ulp(edges: Sequence[float], counts: Sequence[int]) -> Markup:
 
 
 def _count(count: int) -> str:
-    return str(count) if count < 1000 else f"{count / 1e3:.3g}k" if count < 1e6 else f"{count / 1e6:.3g}M"
+    return str(count) if count < 1000 else f"{count / 1e3:.2g}k" if count < 99_500 else f"{count / 1e6:.2g}M"
 
 
 def _edge(edge: float) -> str:
-    return str(int(edge)) if edge < 1000 and edge == int(edge) else f"{edge:.2g}" if edge < 1000 else f"{edge / 1e3:.3g}k"
+    return str(int(edge)) if edge < 1000 and edge == int(edge) else f"{edge:.2g}" if edge < 1000 else f"{edge / 1e3:.2g}k"
 
 
 # --- gains by head -----------------------------------------------------------------------------------------------------------

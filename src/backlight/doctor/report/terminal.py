@@ -14,7 +14,7 @@ from backlight.doctor.report.model import Finding, Probe, Report, StageRow
 
 WIDTH = 100
 MOST_FINDINGS = 5
-MOST_EVIDENCE = 6
+MOST_EVIDENCE = 8
 
 VERDICT_STYLE = {
     "healthy": "bold black on green",
@@ -77,7 +77,7 @@ def _verdict(report: Report) -> RenderableType:
     grid.add_column(no_wrap=True)
     grid.add_column(ratio=1)
     grid.add_column(justify="right", no_wrap=True)
-    label = Text(f" {words.VERDICTS[report.verdict]} ", style=VERDICT_STYLE[report.verdict])
+    label = Text(f" {words.verdict(report)} ", style=VERDICT_STYLE[report.verdict])
     grid.add_row(label, Text(report.headline, style="bold"), Text(words.top_facts(report)))
     return grid
 
@@ -136,26 +136,26 @@ def _finding(rank: int, finding: Finding) -> RenderableType:
     for line in finding.evidence[:MOST_EVIDENCE]:
         grid.add_row("", Text.assemble(("- ", "dim"), line))
     if len(finding.evidence) > MOST_EVIDENCE:
-        grid.add_row("", Text(f"- {len(finding.evidence) - MOST_EVIDENCE} more lines of evidence in the report files", style="dim"))
+        grid.add_row("", Text(f"- and {len(finding.evidence) - MOST_EVIDENCE} more in the report files", style="dim"))
     if finding.next_check:
         grid.add_row("", Text.assemble(("Next check: ", "bold cyan"), finding.next_check))
     return grid
 
 
 def _probes(probes: list[Probe]) -> RenderableType:
-    passed = [probe for probe in probes if probe.passed]
-    skipped = [probe for probe in probes if probe.passed is None]
-    lines: list[RenderableType] = [
-        Text.assemble(("failed   ", "red"), (probe.name, "bold"), f": {probe.detail}")
-        for probe in probes
-        if probe.passed is False
-    ]
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    for probe in probes:
+        if probe.passed is False:
+            grid.add_row(Text("failed", style="red"), Text.assemble((probe.name, "bold"), f": {probe.detail}"))
+    passed = ", ".join(probe.name for probe in probes if probe.passed)
     if passed:
-        lines.append(Text.assemble(("passed   ", "green"), ", ".join(probe.name for probe in passed)))
+        grid.add_row(Text("passed", style="green"), Text(passed))
+    skipped = ", ".join(probe.name + (f" ({probe.detail})" if probe.detail else "") for probe in probes if probe.passed is None)
     if skipped:
-        listed = ", ".join(probe.name + (f" ({probe.detail})" if probe.detail else "") for probe in skipped)
-        lines.append(Text.assemble(("not run  ", "dim"), (listed, "dim")))
-    return Group(*lines)
+        grid.add_row(Text("not run", style="dim"), Text(skipped, style="dim"))
+    return grid
 
 
 def _zeros(zeros: list[str]) -> RenderableType:
@@ -167,7 +167,9 @@ def _provenance(report: Report) -> RenderableType:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(style="dim", ratio=1)
     if report.recipe:
-        grid.add_row("recipe", "; ".join(f"{name} {words.setting(value)}" for name, value in report.recipe.items() if value != {}))
+        grid.add_row("inputs", "; ".join(f"{name} {value}" for name, value in words.settings(report.recipe).items()))
+    for note in words.notes(report.recipe):
+        grid.add_row("note", note)
     if report.environment:
         grid.add_row("machine", "; ".join(f"{name} {value}" for name, value in report.environment.items()))
     if report.self_check:

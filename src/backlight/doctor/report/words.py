@@ -44,10 +44,10 @@ def gain(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """An explained share: 0.9999 -> 99.99 %, never rounded up to 100."""
+    """An explained share: 0.99999 -> 99.99 %; rounding noise is never explained, so 100 is never shown."""
     if share is None:
         return "-"
-    return f"{min(math.floor(share * 1e4) / 100, 100.0):.2f} %"
+    return f"{min(math.floor(share * 1e4) / 100, 99.99):.2f} %"
 
 
 def duration(seconds: float) -> str:
@@ -57,6 +57,13 @@ def duration(seconds: float) -> str:
 def gains_differ(row: StageRow) -> bool:
     """Whether heads have different gains: then the vector is worth more than the mean."""
     return not all(abs(value - row.gains[0]) <= GAIN_SPREAD for value in row.gains)
+
+
+def local_error_known(row: StageRow) -> bool:
+    """Whether the local error says something: an inherited one equal to the global error was taken without its inputs."""
+    if row.local_error is None:
+        return False
+    return row.status != "inherited" or row.global_error is None or row.local_error < row.global_error / 2
 
 
 def gains_words(gains: Sequence[float], most: int = 16) -> str:
@@ -81,13 +88,35 @@ def spec_words(spec: Mapping[str, Any]) -> str:
     return ", ".join(parts) or "plain softmax attention"
 
 
-def setting(value: Any) -> str:
-    """One recipe entry in a line: shapes as 2x4x200x64, mappings as `q 2x4x200x64  k ...`."""
+def setting(value: Any, between: str = ",") -> str:
+    """One recipe entry in a line; entries of a mapping that are equal share their value: `q k v 2x4x200x64`."""
     if isinstance(value, Mapping):
-        return "  ".join(f"{name} {setting(item)}" for name, item in value.items())
+        shared: dict[str, list[str]] = {}
+        for name, item in value.items():
+            shared.setdefault(setting(item, between), []).append(name)
+        return "  ".join(f"{' '.join(names)} {words}" for words, names in shared.items())
     if isinstance(value, list | tuple):
-        return ("x" if all(isinstance(item, int) for item in value) else ", ").join(setting(item) for item in value) or "-"
+        return (between if all(isinstance(item, int) for item in value) else ", ").join(setting(item) for item in value) or "-"
     return number(value) if isinstance(value, float) else str(value)
+
+
+def settings(recipe: Mapping[str, Any]) -> dict[str, str]:
+    """Recipe entries as words, empty ones and the notes left out; shapes read 2x4x200x64."""
+    kept = {name: value for name, value in recipe.items() if name != "notes" and value not in (None, {}, [])}
+    return {name: setting(value, "x" if name == "shapes" else ",") for name, value in kept.items()}
+
+
+def notes(recipe: Mapping[str, Any]) -> list[str]:
+    """Remarks of the examination about how it went."""
+    return [str(note) for note in recipe.get("notes", ())]
+
+
+def verdict(report: Report) -> str:
+    """The verdict in capitals; a kernel that computes something consistent, but not what was asked, is a TEST FAULT."""
+    chief = next((finding for finding in report.ranked if finding.severity != "note"), None)
+    if report.verdict == "defect" and chief is not None and chief.severity == "test-fault":
+        return "TEST FAULT"
+    return VERDICTS[report.verdict]
 
 
 def top_facts(report: Report) -> str:

@@ -1,0 +1,169 @@
+"""Time tile configurations of the Triton kernels on this GPU and write the best ones as the shipped table.
+
+    PYTHONPATH=src python benchmarks/tune_triton.py --out src/backlight/data/tuning
+
+Every candidate is compiled first, in parallel processes that fill Triton's cache, then timed alone. A candidate that does not
+compile (shared memory, registers) is a row with its reason. Each timed configuration is compared with the first one's result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+
+import torch
+import triton
+from triton.testing import do_bench
+
+from backlight.backends.triton import backward as bwd
+from backlight.backends.triton.config import KernelConfig
+from backlight.backends.triton.forward import forward
+from backlight.backends.triton.launch import Launch
+from backlight.call import Call
+from backlight.config import override
+from backlight.spec import AttentionSpec
+
+CANDIDATES = {
+    "forward": {
+        64: ["128,64,4,3", "128,64,4,2", "128,64,8,3", "128,128,8,2", "128,128,4,2", "64,64,4,3", "64,128,4,2", "128,32,4,3"],
+        128: ["128,64,8,3", "128,64,8,2", "128,128,8,2", "64,64,4,3", "64,64,4,2", "128,64,4,2", "64,128,4,2", "128,32,8,3"],
+        256: ["64,64,4,2", "128,64,8,2", "128,32,8,2", "64,32,4,2", "128,64,8,1", "64,64,8,2"],
+    },
+    "dq": {
+        64: ["64,64,4,3", "64,64,4,2", "128,64,8,2", "128,64,4,2", "128,128,8,2", "64,128,4,2", "64,32,4,3", "128,64,8,3"],
+        128: ["64,64,4,2", "64,64,4,3", "128,64,8,2", "64,128,8,2", "128,128,8,1", "64,32,4,2", "128,32,8,2", "64,64,8,2"],
+        256: ["64,32,4,2", "64,64,8,1", "64,64,8,2", "128,32,8,1", "32,64,4,1", "64,64,4,1", "64,32,8,2", "128,64,8,1"],
+    },
+    "dkdv": {
+        64: ["64,64,4,2", "64,64,4,3", "64,128,8,2", "64,128,8,3", "32,128,4,2", "128,64,4,2", "128,128,8,2", "64,128,4,2"],
+        128: ["64,128,8,2", "32,128,8,2", "64,64,4,2", "64,64,8,2", "32,64,4,2", "128,64,8,2", "32,128,4,2", "64,128,8,1"],
+        256: ["32,64,8,1", "32,64,4,1", "64,64,8,1", "64,64,8,2", "32,128,8,1", "16,64,4,2", "32,64,8,2", "64,32,8,1"],
+    },
+}
+VARIANTS = {
+    "full": {},
+    "causal": {"causal": True},
+    "bias": {"causal": True, "bias": True},
+    "tau": {"causal": True, "tau": True},
+}
+
+
+def make(d: int, variant: str, s: int = 4096, tokens: int = 32768, width: int = 2048) -> tuple[Call, dict[str, torch.Tensor]]:
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16)
+
+    heads = width // d
+    shape = (tokens // s, heads, s, d)
+    spec = AttentionSpec(**VARIANTS[variant])
+    q, k, v, dy = (normal(*shape) for _ in range(4))
+    bias = torch.randn(heads, 512, device="cuda") if spec.bias else None
+    tau = torch.full((heads,), -1.0, device="cuda") if spec.tau else None
+    call = Call(spec, q, k, v, bias=bias, tau=tau)
+    y, lse, u = forward(call, save_u=True)
+    do, delta, _ = bwd._prepass(Launch(call), y, lse, u, dy, None, {})
+    return call, {"lse": lse, "do": do, "delta": delta}
+
+
+def run(kernel: str, call: Call, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    out: dict[str, torch.Tensor] = {}
+    if kernel == "forward":
+        out["y"] = forward(call, save_u=True)[0]
+    elif kernel == "dq":
+        bwd._dq(Launch(call), rows["do"], rows["lse"], rows["delta"], call.bias is not None, out)
+    else:
+        bwd._dkdv(Launch(call), rows["do"], rows["lse"], rows["delta"], out)
+    return out
+
+
+def parse(text: str) -> KernelConfig:
+    return KernelConfig(*map(int, text.split(",")))
+
+
+def compile_one(job: tuple[int, str, str, str]) -> str:
+    d, variant, kernel, text = job
+    try:
+        call, rows = make(d, variant)
+        with override(f"triton.{kernel}", parse(text)):
+            run(kernel, call, rows)
+        torch.cuda.synchronize()
+        return ""
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--dims", default="64,128,256")
+    parser.add_argument("--variants", default="full,causal,bias,tau")
+    parser.add_argument("--workers", type=int, default=14)
+    args = parser.parse_args()
+    jobs = [
+        (d, variant, kernel, text)
+        for d, variant, kernel in itertools.product(map(int, args.dims.split(",")), args.variants.split(","), CANDIDATES)
+        for text in CANDIDATES[kernel][d]
+        if not (variant in ("bias", "tau") and kernel == "dq" and parse(text).block_m > parse(text).block_n)
+    ]
+    begin = time.time()
+    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
+        reasons = pool.map(compile_one, jobs, chunksize=1)
+    sys.stdout.write(f"compiled {len(jobs)} candidates in {time.time() - begin:.0f} s\n")
+    rows_out = []
+    for (d, variant), group in itertools.groupby(zip(jobs, reasons, strict=True), key=lambda item: item[0][:2]):
+        call, rows = make(d, variant)
+        for kernel, candidates in itertools.groupby(group, key=lambda item: item[0][2]):
+            first = None
+            for (_, _, _, text), reason in candidates:
+                row = {"d": d, "variant": variant, "kernel": kernel, "config": text, "ms": None, "reason": reason}
+                rows_out.append(row)
+                if reason:
+                    continue
+                with override(f"triton.{kernel}", parse(text)):
+                    result = run(kernel, call, rows)
+                    first = first or result
+                    errors = (result[n].float() - first[n].float() for n in result)
+                    worst = max((e.norm() / x.float().norm()).item() for e, x in zip(errors, first.values(), strict=True))
+                    if not worst <= 2e-2:
+                        row["reason"] = f"differs from the first candidate by {worst:.1e}"
+                        continue
+                    row["ms"] = do_bench(lambda: run(kernel, call, rows), warmup=15, rep=60, return_mode="median")  # noqa: B023
+            here = [r for r in rows_out if (r["d"], r["variant"], r["kernel"]) == (d, variant, kernel) and r["ms"]]
+            timed = sorted(here, key=lambda r: r["ms"])
+            shown = "  ".join(f"{r['config']} {r['ms']:.3f}" for r in timed[:4])
+            sys.stdout.write(f"D{d} {variant:7} {kernel:8} {shown}\n")
+            sys.stdout.flush()
+    device = torch.cuda.get_device_name().replace(" ", "-").lower()
+    best: dict[str, dict] = {}
+    for row in rows_out:
+        key = f"{row['kernel']}/{row['d']}/{row['variant']}"
+        if row["ms"] and (key not in best or row["ms"] < best[key]["ms"]):
+            best[key] = row
+    record = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": datetime.date.today().isoformat(),
+        "shape": "B*S = 32768, H*D = 2048, S = 4096, bf16",
+        "best": {key: [int(x) for x in row["config"].split(",")] for key, row in best.items()},
+        "rows": rows_out,
+    }
+    path = args.out / device / "triton.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        # what this run did not measure stays
+        before = json.loads(path.read_text())
+        record["best"] = before["best"] | record["best"]
+        record["rows"] = [r for r in before["rows"] if f"{r['kernel']}/{r['d']}/{r['variant']}" not in best] + rows_out
+    path.write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()

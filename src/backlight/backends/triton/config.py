@@ -1,0 +1,80 @@
+"""Tile sizes of the Triton kernels: the shipped table of a measured card, a heuristic elsewhere.
+
+Neither looks at lengths, so that a new length never makes a kernel compile again. The dq kernel sums diagonals of tiles that
+are at least as wide as high: with a bias its block_m may not exceed its block_n.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+import torch
+
+from backlight.call import Call
+from backlight.config import resolve
+
+KERNELS = ("forward", "dq", "dkdv")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelConfig:
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def config_of(kernel: str, call: Call) -> KernelConfig:
+    return resolve(f"triton.{kernel}", lambda: shipped(kernel, call) or heuristic(kernel, call))
+
+
+def padded(size: int) -> int:
+    """Tile dimensions are powers of two, at least 16 for a matmul."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def width_of(call: Call) -> int:
+    return max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
+
+
+def variant_of(call: Call) -> str:
+    """What decides between tables: the term that costs most, then whether tiles are cut by a mask."""
+    if call.tau is not None:
+        return "tau"
+    if call.bias is not None:
+        return "bias"
+    return "causal" if call.spec.masked else "full"
+
+
+@cache
+def _table(device: str) -> dict[str, KernelConfig]:
+    """best[kernel/width/variant] of data/tuning/<device>/triton.json; empty where no such card was measured."""
+    path = files("backlight") / "data" / "tuning" / device / "triton.json"
+    if not path.is_file():
+        return {}
+    return {key: KernelConfig(*value) for key, value in json.loads(path.read_text())["best"].items()}
+
+
+def shipped(kernel: str, call: Call) -> KernelConfig | None:
+    if call.q.device.type != "cuda" or call.q.dtype == torch.float32:
+        return None
+    device = torch.cuda.get_device_name(call.q.device).replace(" ", "-").lower()
+    found = _table(device).get(f"{kernel}/{max(64, width_of(call))}/{variant_of(call)}")
+    too_high = kernel == "dq" and call.bias is not None and found is not None and found.block_m > found.block_n
+    return None if too_high else found
+
+
+def heuristic(kernel: str, call: Call) -> KernelConfig:
+    width = width_of(call)
+    if call.q.dtype == torch.float32:
+        return KernelConfig(32, 32, 4, 2 if width <= 64 else 1)
+    if kernel == "forward":
+        if width > 128 or (call.tau is not None and width > 64):
+            return KernelConfig(64, 64, 4, 2)
+        return KernelConfig(128, 64, 8, 3) if call.tau is None else KernelConfig(128, 64, 4, 2)
+    if width > 128:
+        return KernelConfig(32, 64, 8, 1)
+    return KernelConfig(64, 64, 4, 3 if width <= 64 else 2)

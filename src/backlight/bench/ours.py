@@ -1,0 +1,68 @@
+"""backlight itself: the automatic choice, and every backend by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import backlight
+from backlight import registry
+from backlight.bench.contender import Contender, by_autograd, leaves_of
+from backlight.bench.workload import Tensors, Workload
+
+OURS = "backlight"
+
+
+class Ours:
+    """`backlight` chooses the backend, `backlight:NAME` demands one."""
+
+    def __init__(self, backend: str | None = None):
+        self.backend = backend
+        self.name = OURS if backend is None else f"{OURS}:{backend}"
+
+    def refuse(self, workload: Workload, device: torch.device) -> str | None:
+        reasons = () if self.backend is None else registry.get(self.backend).available()
+        return "; ".join(reasons) or None
+
+    def build(self, tensors: Tensors) -> Contender:
+        call = tensors.call
+        spec = call.spec
+        options: dict[str, Any] = {
+            "causal": spec.causal,
+            "window": spec.window,
+            "scale": spec.scale,
+            "softcap": spec.softcap,
+            "bias_origin": spec.bias_origin,
+            "backend": self.backend,
+        }
+        leaves, dy = leaves_of(tensors), tensors.dy
+        if call.varlen:
+            leaves, dy = leaves_of(tensors, _packed), _packed(dy).contiguous()
+            options |= {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
+        attend = backlight.attention_varlen if call.varlen else backlight.attention
+        chosen = backlight.explain(**(leaves | options))
+        if chosen.chosen is None:
+            raise backlight.Unsupported(chosen.reasons)
+        return by_autograd(
+            self.name,
+            leaves,
+            dy,
+            lambda **inputs: attend(**inputs, **options),
+            canonical=_canonical if call.varlen else lambda x: x,
+            detail=f"{chosen.chosen}, {chosen.config}",
+        )
+
+
+def _packed(x: Tensor) -> Tensor:
+    """[1,H,T,D] -> [T,H,D]."""
+    return x[0].transpose(0, 1)
+
+
+def _canonical(x: Tensor) -> Tensor:
+    return x.transpose(0, 1)[None]
+
+
+def adapters() -> tuple[Ours, ...]:
+    return (Ours(), *(Ours(name) for name in registry.names()))

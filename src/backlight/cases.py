@@ -1,0 +1,334 @@
+"""The one list of cases. Tests, benchmarks and tuning read it; nobody keeps a second list.
+
+A `Case` is pure data: the options, the shapes and the awkwardness of one attention problem. `case.make(dtype)` draws its
+tensors, already quantised to that dtype, together with the incoming gradients. Learned per-head terms (bias, sink, tau) stay
+fp32, or fp64 for an fp64 problem, as parameters do under mixed precision.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backlight.call import Call
+from backlight.reference import oracle
+from backlight.spec import AttentionSpec
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+DTYPE_NAMES = {FP16: "fp16", BF16: "bf16", FP32: "fp32", FP64: "fp64"}
+EVERY_DTYPE = (FP32, BF16, FP16, FP64)
+
+# rounding may move p + tau/n across 0 (math.md eq. 35); a correct fp32 kernel moves p by about 1e-6 of itself
+KINK_MARGIN = 1e-5
+REDRAWS = 100
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem. Lengths (`lengths_q`) make it packed and then replace b, sq and sk; tau is repeated over the heads."""
+
+    name: str
+    b: int = 2
+    hq: int = 2
+    hkv: int = 2
+    sq: int = 65
+    sk: int = 65
+    d: int = 16
+    dv: int | None = None
+    causal: bool = False
+    window: tuple[int | None, int | None] = (None, None)
+    scale: float | None = None
+    softcap: float | None = None
+    bias: int | None = None
+    bias_origin: int = 0
+    sink: bool = False
+    tau: tuple[float, ...] | None = None
+    gate: bool = False
+    lengths_q: tuple[int, ...] | None = None
+    lengths_k: tuple[int, ...] | None = None
+    dlse: bool = False
+    logits: float = 1.0
+    logit_shift: float = 0.0
+    equal_values: bool = False
+    dtypes: tuple[torch.dtype, ...] = (FP32, BF16)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(
+            causal=self.causal,
+            window=self.window,
+            scale=self.scale,
+            softcap=self.softcap,
+            bias=self.bias is not None,
+            bias_origin=self.bias_origin,
+            sink=self.sink,
+            tau=self.tau is not None,
+            gate=self.gate,
+        )
+
+    @property
+    def varlen(self) -> bool:
+        return self.lengths_q is not None
+
+    def make(
+        self, dtype: torch.dtype = FP32, seed: int = 0, device: torch.device | str = "cpu", margin: float = KINK_MARGIN
+    ) -> Problem:
+        """Tensors of the case; redrawn (same seed, same tensors) until no weight sits on the kink of the elastic softmax."""
+        for redraw in range(REDRAWS):
+            problem = self._draw(dtype, seed + 1000 * redraw, device)
+            if kink_margin(problem.call) >= margin:
+                return problem
+        raise RuntimeError(f"{self.name}: no draw out of {REDRAWS} keeps |p + tau/n| away from 0; make the case smaller")
+
+    def _draw(self, dtype: torch.dtype, seed: int, device: torch.device | str) -> Problem:
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=FP64)
+
+        parameter = FP64 if dtype == FP64 else FP32
+        lengths_k = self.lengths_q if self.lengths_k is None else self.lengths_k
+        b, sq, sk = self.b, self.sq, self.sk
+        if self.lengths_q is not None and lengths_k is not None:
+            b, sq, sk = 1, sum(self.lengths_q), sum(lengths_k)
+        dv = self.d if self.dv is None else self.dv
+        q, k, v = normal(b, self.hq, sq, self.d) * self.logits, normal(b, self.hkv, sk, self.d), normal(b, self.hkv, sk, dv)
+        if self.logit_shift:
+            reach = abs(self.logit_shift / self.spec.resolve_scale(self.d)) ** 0.5
+            q[..., 0], k[..., 0] = reach, reach if self.logit_shift > 0 else -reach
+        if self.equal_values:
+            v = v[:, :, :1].expand_as(v)
+        bias = None if self.bias is None else normal(self.hq, self.bias).to(device, parameter)
+        sink = normal(self.hq).to(device, parameter) if self.sink else None
+        tau = None
+        if self.tau is not None:
+            tau = torch.tensor([self.tau[h % len(self.tau)] for h in range(self.hq)], dtype=parameter, device=device)
+        gate = normal(b, self.hq, sq, dv).to(device, dtype) if self.gate else None
+        call = Call(
+            self.spec,
+            q.to(device, dtype),
+            k.to(device, dtype),
+            v.to(device, dtype),
+            bias,
+            sink,
+            tau,
+            gate,
+            _cumulative(self.lengths_q, device),
+            _cumulative(lengths_k, device),
+        )
+        dy = normal(b, self.hq, sq, dv).to(device, dtype)
+        dlse = normal(b, self.hq, sq).to(device, parameter) if self.dlse else None
+        return Problem(self, call, dy, dlse)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case with its tensors: the bound call and the gradients that come in from above."""
+
+    case: Case
+    call: Call
+    dy: Tensor
+    dlse: Tensor | None
+
+
+def kink_margin(call: Call) -> float:
+    """Smallest |p + tau/n| relative to |tau|/n over visible keys of heads with tau < 0; inf when there is none.
+
+    A row with one visible key and no sink has p = 1 by definition (math.md section 5), so it may sit on the kink.
+    """
+    if call.tau is None or not bool((call.tau < 0).any()):
+        return float("inf")
+    p = oracle(call, keep=["p"]).p
+    smallest = float("inf")
+    for segment in call.segments():
+        n = call.spec.visible_counts(segment.sq, segment.sk, p.device)
+        visible = call.spec.allowed(segment.sq, segment.sk, p.device)
+        if not call.spec.sink:
+            visible = visible & (n > 1)[:, None]
+        block = p[segment.batch, :, segment.q0 : segment.q1, segment.k0 : segment.k1]
+        for h in (call.tau < 0).nonzero().flatten().tolist():
+            threshold = -call.tau[h].double() / n.clamp(min=1)[:, None]
+            margin = ((block[h] - threshold).abs() / threshold)[visible]
+            smallest = min(smallest, *margin.amin().reshape(-1).tolist()) if margin.numel() else smallest
+    return smallest
+
+
+def _cumulative(lengths: tuple[int, ...] | None, device: torch.device | str) -> Tensor | None:
+    if lengths is None:
+        return None
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+# --- the list ----------------------------------------------------------------
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"window": (17, 5)},
+    "softcap": {"softcap": 1.5},
+    "bias": {"bias": 24, "bias_origin": 7},
+    "sink": {"sink": True},
+    "tau": {"tau": (-0.7, 0.4, -1.5, 0.1)},
+    "gate": {"gate": True},
+    "gqa": {"hq": 4, "hkv": 2},
+    "varlen": {"lengths_q": (9, 0, 33, 20)},
+    "sq<sk": {"sq": 47, "sk": 83},
+    "sq>sk": {"sq": 83, "sk": 47},
+    "dlse": {"dlse": True},
+}
+CONTRADICTIONS = {("sq<sk", "sq>sk")}
+
+
+def compatible(features: Iterable[str]) -> bool:
+    return not any({a, b} <= set(features) for a, b in CONTRADICTIONS)
+
+
+def compose(*features: str, **changes: Any) -> Case:
+    """The base case with several features on; unequal lengths become unequal segments in a packed case."""
+    options: dict[str, Any] = {}
+    for feature in features:
+        options |= FEATURES[feature]
+    if "varlen" in features and "sq<sk" in features:
+        options["lengths_k"] = (14, 0, 40, 29)
+    if "varlen" in features and "sq>sk" in features:
+        options["lengths_k"] = (4, 0, 21, 20)
+    return Case(**({"name": "+".join(features) or "plain"} | options | changes))
+
+
+SINGLES = tuple(compose(*features, dtypes=EVERY_DTYPE) for features in [(), *((name,) for name in FEATURES)])
+PAIRS = tuple(compose(*pair) for pair in itertools.combinations(FEATURES, 2) if compatible(pair))
+TOGETHER = tuple(
+    compose(*(f for f in FEATURES if f != other), name=f"everything,{shape}", dv=24, dtypes=EVERY_DTYPE)
+    for other, shape in (("sq>sk", "sq<sk"), ("sq<sk", "sq>sk"))
+) + tuple(
+    compose(*(f for f in FEATURES if f not in (other, "varlen")), name=f"everything,batched,{shape}", dtypes=EVERY_DTYPE)
+    for other, shape in (("sq>sk", "sq<sk"), ("sq<sk", "sq>sk"))
+)
+
+SIZES = (
+    *(Case(f"causal,s={s}", causal=True, sq=s, sk=s) for s in (1, 63, 64, 127, 200)),
+    *(Case(f"full,s={s}", sq=s, sk=s) for s in (1, 63, 127)),
+    Case("causal,decode", causal=True, sq=1, sk=127),
+    Case("causal,sq=200,sk=65", causal=True, sq=200, sk=65),
+    Case("causal,sq=63,sk=200", causal=True, sq=63, sk=200),
+    Case("window,sq=127,sk=200", window=(30, 12), sq=127, sk=200),
+    Case("causal,b=3", b=3, causal=True),
+    Case("everything,s=200", b=1, sq=200, sk=200, causal=True, window=(70, 0), bias=90, sink=True, tau=(-0.7, 0.4), gate=True),
+    *(Case(f"causal,d={d}", causal=True, d=d) for d in (1, 8, 40, 64, 72)),
+    Case("causal,d=16,dv=40", causal=True, dv=40),
+    Case("lazy,d=40,dv=8", causal=True, d=40, dv=8, bias=65, tau=(-0.7, 0.4)),
+    Case("gqa,8:1", hq=8, hkv=1, causal=True),
+    Case("gqa,8:2", hq=8, hkv=2, causal=True, sq=33, sk=70),
+    Case("mqa,h=3", hq=3, hkv=1, causal=True, bias=65, tau=(-0.7, 0.4, 0.0)),
+    Case("scale", causal=True, scale=0.7),
+    Case("scale,negative", causal=True, scale=-0.3),
+    Case("scale,zero", causal=True, scale=0.0),
+)
+
+EMPTY = (
+    Case("sq=0", sq=0, causal=True, bias=8, sink=True, tau=(-0.7, 0.4), gate=True, dlse=True, dtypes=EVERY_DTYPE),
+    Case("sk=0", sk=0, causal=True, bias=8, tau=(-0.7, 0.4), gate=True, dlse=True, dtypes=EVERY_DTYPE),
+    Case("sk=0,sink", sk=0, sink=True, dlse=True, dtypes=EVERY_DTYPE),
+    Case("sq=0,sk=0", sq=0, sk=0),
+    Case("rows without keys", causal=True, sq=90, sk=20, dtypes=EVERY_DTYPE),
+    Case("rows without keys,dlse", causal=True, sq=90, sk=20, dlse=True),
+    Case("rows without keys,sink,dlse", causal=True, sq=90, sk=20, sink=True, dlse=True, dtypes=EVERY_DTYPE),
+    Case("rows without keys,tau", causal=True, sq=90, sk=20, tau=(-0.7, 0.4)),
+    Case("rows without keys,everything", causal=True, sq=90, sk=20, bias=30, sink=True, tau=(-0.7, 0.4), gate=True, dlse=True),
+    Case("window sees nothing", window=(3, 2), sq=90, sk=20, dlse=True),
+    Case("keys without rows", window=(3, 2), sq=20, sk=90, bias=12, bias_origin=5, dlse=True),
+    Case("window,self only", window=(0, 0), dlse=True),
+)
+
+PACKED = (
+    Case("varlen,one segment", lengths_q=(65,), causal=True),
+    Case("varlen,segments of one", lengths_q=(1,) * 9, causal=True, tau=(-1.0, 0.3)),
+    Case("varlen,empty q", lengths_q=(0, 30, 20, 0), lengths_k=(10, 30, 20, 7), causal=True, dtypes=EVERY_DTYPE),
+    Case("varlen,empty k", lengths_q=(10, 30, 20, 7), lengths_k=(0, 30, 20, 0), causal=True, dlse=True, dtypes=EVERY_DTYPE),
+    Case("varlen,empty k,sink", lengths_q=(10, 30, 20, 7), lengths_k=(0, 30, 20, 0), sink=True, dlse=True),
+    Case("varlen,empty both", lengths_q=(0, 0, 40, 0), lengths_k=(0, 5, 40, 0), causal=True, bias=50),
+    Case("varlen,nothing at all", lengths_q=(0, 0), lengths_k=(0, 0), causal=True),
+    Case("varlen,long", lengths_q=(127, 3, 70), hq=4, hkv=2, causal=True, bias=130, tau=(-0.7, 0.4)),
+    Case("varlen,window,unequal", lengths_q=(12, 50), lengths_k=(60, 20), window=(9, 4), sink=True),
+)
+
+BIAS = (
+    Case("bias,longer than s", causal=True, bias=100),
+    Case("bias,shorter than s", causal=True, bias=5),
+    Case("bias,one entry", causal=True, bias=1),
+    Case("bias,two-sided", bias=129, bias_origin=64),
+    Case("bias,two-sided,sq<sk", bias=40, bias_origin=30, sq=33, sk=70),
+    Case("bias,origin negative", bias=24, bias_origin=-3),
+    Case("bias,origin beyond the table", bias=24, bias_origin=40),
+    Case("bias,never met", causal=True, bias=8, bias_origin=-200),
+    Case("bias,past only,full", bias=30, bias_origin=0),
+    Case("bias,s=200", b=1, causal=True, bias=150, sq=200, sk=200),
+)
+
+TAU = (
+    Case("tau,negative", causal=True, tau=(-0.5, -2.0), dtypes=EVERY_DTYPE),
+    Case("tau,positive", causal=True, tau=(0.3, 2.0), dtypes=EVERY_DTYPE),
+    Case("tau,zero", causal=True, tau=(0.0,), dtypes=EVERY_DTYPE),
+    Case("tau,minus one", causal=True, tau=(-1.0,), dtypes=EVERY_DTYPE),
+    Case("tau,minus one,self only", window=(0, 0), tau=(-1.0,), dlse=True, dtypes=EVERY_DTYPE),
+    Case("tau,minus one,sink", causal=True, tau=(-1.0,), sink=True),
+    Case("tau,mixed signs", causal=True, hq=4, hkv=4, tau=(-1.5, 0.0, 0.5, -0.25)),
+    Case("tau,nothing survives", tau=(-100.0,), dtypes=EVERY_DTYPE),
+    Case("tau,nothing survives,dlse", tau=(-100.0,), dlse=True),
+    Case("tau,gqa 8:1", b=1, hq=8, hkv=1, causal=True, sq=40, sk=40, tau=(-1.5, 0.0, 0.5, -0.25)),
+    Case("lazy,s=127", b=1, causal=True, sq=127, sk=127, bias=64, tau=(-0.7, 0.4)),
+)
+
+NUMERICS = (
+    Case("low lse", causal=True, logit_shift=-120.0, dtypes=EVERY_DTYPE),
+    Case("low lse,tau,bias", causal=True, logit_shift=-120.0, bias=65, tau=(-0.7, 0.4)),
+    Case("low lse,dlse,sq>sk", causal=True, logit_shift=-120.0, sq=83, sk=47, dlse=True),
+    Case("high lse", causal=True, logit_shift=120.0),
+    Case("large logits", causal=True, logits=30.0, dtypes=EVERY_DTYPE),
+    Case("large logits,sink", causal=True, logits=30.0, sink=True),
+    Case("large logits,tau", causal=True, logits=30.0, tau=(-0.7, 0.4)),
+    Case("softcap,small", causal=True, softcap=0.05),
+    Case("softcap,saturated", causal=True, softcap=2.0, logits=10.0, dtypes=EVERY_DTYPE),
+    Case("softcap,large", causal=True, softcap=50.0),
+    Case("equal values", causal=True, equal_values=True, bias=65),
+)
+
+CASES: tuple[Case, ...] = (*SINGLES, *PAIRS, *TOGETHER, *SIZES, *EMPTY, *PACKED, *BIAS, *TAU, *NUMERICS)
+BY_NAME = {case.name: case for case in CASES}
+
+
+def small(case: Case, d: int = 3, dv: int = 2) -> Case:
+    """The same composition at a size where finite differences and plain Python loops are cheap."""
+
+    def shrink(length: int) -> int:
+        return -(-length // 12)
+
+    left, right = (None if reach is None else shrink(reach) for reach in case.window)
+    return replace(
+        case,
+        b=1,
+        sq=shrink(case.sq),
+        sk=shrink(case.sk),
+        d=d,
+        dv=dv,
+        window=(left, right),
+        bias=None if case.bias is None else 5,
+        bias_origin=min(case.bias_origin, 2),
+        lengths_q=case.lengths_q and tuple(map(shrink, case.lengths_q)),
+        lengths_k=case.lengths_k and tuple(map(shrink, case.lengths_k)),
+    )
+
+
+def with_dtypes(cases: tuple[Case, ...] = CASES) -> list[tuple[Case, torch.dtype]]:
+    return [(case, dtype) for case in cases for dtype in case.dtypes]
+
+
+def case_id(value: object) -> str:
+    """pytest ids: the case's name, the dtype's short name."""
+    if isinstance(value, Case):
+        return value.name
+    return DTYPE_NAMES[value] if isinstance(value, torch.dtype) else str(value)

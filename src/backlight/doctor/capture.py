@@ -1,0 +1,78 @@
+"""Tensors saved from a real run, to be examined again: some defects show on real activations and not on random ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# canonical name -> names found in dumps
+NAMES = {
+    "q": ("q", "query"),
+    "k": ("k", "key"),
+    "v": ("v", "value"),
+    "do": ("do", "dout", "d_out", "grad_out", "grad_output", "dy"),
+    "bias": ("bias",),
+    "sink": ("sink", "sinks"),
+    "tau": ("tau",),
+    "gate": ("gate",),
+    "cu_seqlens_q": ("cu_seqlens_q", "cu_seqlens"),
+    "cu_seqlens_k": ("cu_seqlens_k",),
+}
+REQUIRED = ("q", "k", "v")
+
+
+def load_capture(path: str | Path) -> dict[str, Tensor]:
+    """Read a dump: a dict of tensors in a `.pt` file (`torch.save`) or a `.safetensors` file.
+
+    Returns the tensors under their canonical names: q, k, v [B,H,S,D] or packed [T,H,D] with cu_seqlens_q; optionally do, bias,
+    sink, tau, gate, cu_seqlens_k. Entries with other names are left out. Nothing in the file is executed.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no capture file {path}")
+    read = _read_safetensors if path.suffix == ".safetensors" else _read_pt
+    stored = {str(name).lower(): value for name, value in read(path).items() if isinstance(value, Tensor)}
+    found = {}
+    for name, spellings in NAMES.items():
+        match = next((spelling for spelling in spellings if spelling in stored), None)
+        if match is not None:
+            found[name] = stored[match].detach()
+    missing = [name for name in REQUIRED if name not in found]
+    if missing:
+        raise ValueError(f"{path} holds no {', '.join(missing)}; its tensors are {', '.join(sorted(stored)) or 'none'}")
+    if found["q"].dim() == 3 and "cu_seqlens_q" not in found:
+        raise ValueError(f"{path} holds q with 3 dimensions: packed [T,H,D] tensors need cu_seqlens_q beside them")
+    return found
+
+
+def save_capture(path: str | Path, tensors: Mapping[str, Tensor]) -> Path:
+    """Write tensors so that `load_capture` reads them back."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({name: tensor.detach().cpu() for name, tensor in tensors.items()}, path)
+    return path
+
+
+def _read_pt(path: Path) -> Mapping[str, Any]:
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{path} could not be read as a dict of tensors: {str(error).splitlines()[0]}") from error
+    if not isinstance(stored, Mapping):
+        raise ValueError(f"{path} holds a {type(stored).__name__}; expected a dict with q, k, v and more")
+    return stored
+
+
+def _read_safetensors(path: Path) -> Mapping[str, Any]:
+    try:
+        from safetensors.torch import load_file
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"reading {path.name} needs the package safetensors: pip install safetensors") from error
+    try:
+        return load_file(path)
+    except Exception as error:
+        raise ValueError(f"{path} could not be read as safetensors: {error}") from error

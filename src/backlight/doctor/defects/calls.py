@@ -1,0 +1,197 @@
+"""Faults of the test: the kernel computes something consistent, but not what was asked."""
+
+from __future__ import annotations
+
+import torch
+
+from backlight.call import Call
+from backlight.doctor.defects.defect import Defect, always, causal, has, lengths_differ, windowed
+from backlight.doctor.defects.masks import CAUSAL, WINDOW, window_edges, without_causal
+from backlight.doctor.mutants import Mutant, Outputs, other_spec, top_left, with_call
+
+
+def _scales(call: Call) -> list[Mutant]:
+    d, scale = call.q.shape[-1], call.scale
+    choices = {"1 (no scale)": 1.0, f"1/sqrt(D) = {d**-0.5:.4g}": d**-0.5, f"1/D = {1 / d:.4g}": 1 / d}
+    choices |= {f"scale squared = {scale**2:.4g}": scale**2, f"sqrt(D) = {d**0.5:.4g}": d**0.5}
+    choices |= {f"twice the scale = {2 * scale:.4g}": 2 * scale, f"half the scale = {scale / 2:.4g}": scale / 2}
+    return [Mutant(sees=other_spec(scale=s), detail=word) for word, s in choices.items() if abs(s - scale) > 1e-6 * scale]
+
+
+def _swapped_qk(outputs: Outputs, call: Call) -> Outputs:
+    return outputs | {"dq": outputs["dk"], "dk": outputs["dq"]} if "dq" in outputs else outputs
+
+
+def _swapped_kv(outputs: Outputs, call: Call) -> Outputs:
+    return outputs | {"dk": outputs["dv"], "dv": outputs["dk"]} if "dk" in outputs else outputs
+
+
+def _transposed(call: Call) -> list[Mutant]:
+    def sees(call: Call) -> Call:
+        return with_call(**{n: (lambda c, n=n: getattr(c, n).transpose(1, 2)) for n in ("q", "k", "v")})(call)
+
+    def finish(outputs: Outputs, call: Call) -> Outputs:
+        return {n: x.transpose(1, 2) if x.dim() >= 3 else x for n, x in outputs.items()}
+
+    return [Mutant(sees=sees, finish=finish)]
+
+
+def _can_transpose(call: Call) -> bool:
+    """Heads and positions can change places, at a price that stays small."""
+    hq, sq, hkv, sk = call.q.shape[1], call.q.shape[2], call.k.shape[1], call.k.shape[2]
+    plain = not call.varlen and not call.spec.terms
+    return plain and hq > 1 and sq != hq and sq % max(sk, 1) == 0 and hq * sq * call.q.shape[0] <= 1 << 13 and hkv > 0
+
+
+DEFECTS = [
+    Defect(
+        "call-causal-lost",
+        "what runs computes causal=False: the flag never reached it",
+        "an argument is passed by position, has another name, or is dropped by a wrapper",
+        "test",
+        "s",
+        "o differs from row 0 on; identities hold; a full matrix of weights",
+        "mutant of the call",
+        "Call with is_causal (or causal) by keyword, or ask for causal=False: the comparison must turn healthy.",
+        needs=causal,
+        variants=lambda call: [Mutant(sees=without_causal(call))],
+        severity="test-fault",
+        demo=CAUSAL,
+    ),
+    Defect(
+        "call-window-lost",
+        "what runs computes full attention without the window: the window never reached it",
+        "an argument is passed by position, has another name, or is dropped by a wrapper",
+        "test",
+        "s",
+        "o differs only in rows beyond the window; identities hold",
+        "mutant of the call",
+        "Ask for no window: the comparison must turn healthy.",
+        needs=windowed,
+        variants=lambda call: [Mutant(sees=other_spec(window=(None, call.spec.window[1])))],
+        severity="test-fault",
+        demo=WINDOW,
+    ),
+    Defect(
+        "call-window-convention",
+        "the window is {detail}, in forward and backward alike: another convention for its edge",
+        "one side counts the keys of the window, the other the reach beyond the row's own key",
+        "test",
+        "s",
+        "o differs on one diagonal; identities hold",
+        "mutant of the call",
+        "Ask for a window one longer (or shorter): the comparison must turn healthy.",
+        needs=lambda call: call.spec.window != (None, None),
+        variants=window_edges((1, -1), "both"),
+        severity="test-fault",
+        demo=WINDOW,
+    ),
+    Defect(
+        "call-alignment",
+        "the mask is aligned to the first key instead of the last: the other convention for Sq != Sk",
+        "causal masks of cross attention and decoding have two conventions, top-left and bottom-right",
+        "test",
+        "s",
+        "o differs only when Sq and Sk differ; identities hold",
+        "mutant of the call",
+        "Run with Sq = Sk: the comparison must turn healthy.",
+        needs=lengths_differ,
+        variants=lambda call: [Mutant(forward={"s": top_left(call.spec)}, backward={"s": top_left(call.spec)})],
+        severity="test-fault",
+        demo=CAUSAL | {"sk": 180},
+    ),
+    Defect(
+        "call-scale",
+        "what runs uses the softmax scale {detail}",
+        "the scale has another default, or is applied outside as well",
+        "test",
+        "s",
+        "o is wrong everywhere; identities hold",
+        "mutant of the call",
+        "Ask for that scale: the comparison must turn healthy.",
+        variants=_scales,
+        severity="test-fault",
+    ),
+    Defect(
+        "call-swap-qk",
+        "q and k change places in the call",
+        "arguments are passed by position in another order",
+        "test",
+        "s",
+        "o is wrong; dq and dk change places",
+        "mutant of the call",
+        "Pass q, k, v by keyword.",
+        needs=lambda call: call.q.shape == call.k.shape,
+        variants=always(Mutant(sees=with_call(q=lambda c: c.k, k=lambda c: c.q), finish=_swapped_qk)),
+        severity="test-fault",
+        demo=CAUSAL,
+    ),
+    Defect(
+        "call-swap-kv",
+        "k and v change places in the call",
+        "arguments are passed by position in another order",
+        "test",
+        "s",
+        "o is wrong; dk and dv change places",
+        "mutant of the call",
+        "Pass q, k, v by keyword.",
+        needs=lambda call: call.k.shape == call.v.shape,
+        variants=always(Mutant(sees=with_call(k=lambda c: c.v, v=lambda c: c.k), finish=_swapped_kv)),
+        severity="test-fault",
+        demo=CAUSAL,
+    ),
+    Defect(
+        "call-layout",
+        "heads and positions change places: what runs reads [B, S, H, D] where [B, H, S, D] was promised",
+        "the layout differs; shapes fit, so nothing complains",
+        "test",
+        "s",
+        "o is wrong everywhere; identities hold within the other reading",
+        "mutant of the call",
+        "Declare the other layout: the comparison must turn healthy.",
+        needs=_can_transpose,
+        variants=_transposed,
+        severity="test-fault",
+    ),
+    Defect(
+        "call-grad-of-sum",
+        "the gradients are those of out.sum(): the incoming dO was not used",
+        "backward() was called on a sum, or the kernel assumes a dO of ones",
+        "test",
+        "dp",
+        "o is right; gradients equal those for dO = 1",
+        "mutant of the call",
+        "Double dO: the gradients must double, and do not.",
+        variants=always(Mutant(gradient=lambda dy, call: torch.ones_like(dy))),
+        severity="test-fault",
+        demo=CAUSAL,
+    ),
+    Defect(
+        "call-bias-lost",
+        "what runs computes no bias: the table never reached it",
+        "an argument has another name, or is dropped by a wrapper",
+        "test",
+        "s",
+        "o is wrong; identities hold",
+        "mutant of the call",
+        "Set the bias to 0: the comparison must turn healthy.",
+        needs=has("bias"),
+        variants=always(Mutant(sees=with_call(bias=lambda call: torch.zeros_like(call.bias)))),
+        severity="test-fault",
+        demo={"spec": {"causal": True, "bias": True}},
+    ),
+    Defect(
+        "call-softcap-lost",
+        "what runs computes no soft-cap: the option never reached it",
+        "an argument has another name, or is dropped by a wrapper",
+        "test",
+        "s",
+        "o is wrong where scores are large; identities hold",
+        "mutant of the call",
+        "Raise the cap to 1e4: the comparison must turn healthy.",
+        needs=lambda call: call.spec.softcap is not None,
+        variants=always(Mutant(sees=other_spec(softcap=None))),
+        severity="test-fault",
+        demo={"spec": {"causal": True, "softcap": 2.0}},
+    ),
+]

@@ -1,0 +1,131 @@
+"""One entry of the catalogue, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from backlight.call import Call
+from backlight.doctor.mutants import Mutant
+
+Variants = Callable[[Call], Iterable[Mutant]]
+
+
+def _always(call: Call) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A way to be wrong.
+
+    id:         stable name, used by reports, demos and tests.
+    title:      the sentence shown; `{detail}` is filled from the variant that fits.
+    does:       what the code does wrong, for the docs.
+    family:     scale, transposition, masks, windows, alignment, tails, varlen, gqa, heads, accumulation, memory, lse, delta,
+                terms, precision, softcap, test.
+    stage:      the first quantity that is wrong; "p (bwd)" when only the backward's weights are.
+    signal:     what shows first. confirm: what settles it. next_check: one experiment that would prove the name false.
+    needs:      whether a call can show the defect at all.
+    variants:   mutants to try on a call; None when only probes can show it, and then `broken` names the maker.
+    fitted:     mutants from the gains that were measured, for families with a free constant; `variants` is then the demo.
+    demo:       keyword arguments of `diagnose` that show it (spec fields under "spec").
+    """
+
+    id: str
+    title: str
+    does: str
+    family: str
+    stage: str
+    signal: str
+    confirm: str
+    next_check: str
+    needs: Callable[[Call], bool] = _always
+    variants: Variants | None = None
+    fitted: Callable[[Mapping[str, float], Call], Iterable[Mutant]] | None = None
+    broken: str | None = None
+    severity: str = "defect"
+    demo: Mapping[str, Any] = field(default_factory=dict)
+
+    def candidates(self, call: Call, gains: Mapping[str, float] | None = None) -> list[Mutant]:
+        """Mutants of this defect that make sense for the call and the measured gains."""
+        if self.variants is None or not self.needs(call):
+            return []
+        return list(self.variants(call) if self.fitted is None or gains is None else self.fitted(gains, call))
+
+    def sentence(self, mutant: Mutant | None = None) -> str:
+        """The title with the variant's detail filled in."""
+        return self.title.replace("{detail}", mutant.detail if mutant is not None else "...")
+
+
+def always(*mutants: Mutant) -> Variants:
+    """Variants that do not depend on the call."""
+    return lambda call: mutants
+
+
+# --- what a call must have ------------------------------------------------------------------------------------------------------
+
+
+def square(call: Call) -> bool:
+    return call.q.shape[2] == call.k.shape[2]
+
+
+def grouped(call: Call) -> bool:
+    return call.group > 1
+
+
+def ungrouped(call: Call) -> bool:
+    return call.group == 1
+
+
+def causal(call: Call) -> bool:
+    return call.spec.right == 0
+
+
+def masked(call: Call) -> bool:
+    return call.spec.masked
+
+
+def windowed(call: Call) -> bool:
+    return call.spec.left is not None
+
+
+def lengths_differ(call: Call) -> bool:
+    return masked(call) and any(z.sq != z.sk for z in call.segments())
+
+
+def several_heads(call: Call) -> bool:
+    return call.q.shape[1] > 1
+
+
+def several_batches(call: Call) -> bool:
+    return call.q.shape[0] > 1
+
+
+def packed(call: Call) -> bool:
+    return call.varlen and len(call.segments()) > 1
+
+
+def has(term: str) -> Callable[[Call], bool]:
+    return lambda call: getattr(call, term) is not None
+
+
+def capped(call: Call) -> bool:
+    return call.spec.softcap is not None
+
+
+def both(*needs: Callable[[Call], bool]) -> Callable[[Call], bool]:
+    return lambda call: all(need(call) for need in needs)
+
+
+def empty_rows(call: Call) -> bool:
+    return any(bool((call.spec.visible_counts(z.sq, z.sk) == 0).any()) for z in call.segments())
+
+
+def negative_tau(call: Call) -> bool:
+    return call.tau is not None and bool((call.tau < 0).any())
+
+
+def positive_tau(call: Call) -> bool:
+    return call.tau is not None and bool((call.tau > 0).any())

@@ -1,0 +1,222 @@
+"""Kernels by name: what PyTorch ships, peers if they are installed, and any function of the user's.
+
+Every adapter speaks the project's keywords and refuses, in a sentence, what its kernel cannot do; a feature is never dropped
+silently, since a missing feature would be reported as a defect of the kernel.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from backlight.doctor.subject import Subject
+from backlight.spec import AttentionSpec
+
+Window = tuple[int | None, int | None]
+
+NAMED = {
+    "sdpa": "PyTorch's scaled_dot_product_attention, its own choice of backend",
+    "sdpa:math": "the same, composed of plain operations",
+    "sdpa:flash": "the same, flash backend (CPU too)",
+    "sdpa:efficient": "the same, memory-efficient backend (CUDA)",
+    "sdpa:cudnn": "the same, cuDNN backend (CUDA)",
+    "flex": "PyTorch's FlexAttention; compiled on CUDA, eager elsewhere",
+    "fa2": "the flash_attn package (CUDA)",
+    "fa3": "the flash_attn_interface package (Hopper)",
+}
+SDPA_BACKENDS = {
+    "math": "MATH",
+    "flash": "FLASH_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+}
+
+
+class UnknownSubject(ValueError):
+    """No kernel goes by this name; the message says which names exist."""
+
+
+def named(name: str) -> Callable[..., Any]:
+    """The callable of one of `NAMED`."""
+    if name.startswith("sdpa"):
+        _, _, backend = name.partition(":")
+        if backend and backend not in SDPA_BACKENDS:
+            raise UnknownSubject(f"sdpa has no backend {backend!r}; there are {', '.join(SDPA_BACKENDS)}")
+        return _renamed(partial(sdpa, backend=backend or None), name)
+    peers: dict[str, Callable[..., Any]] = {"flex": flex, "fa2": fa2, "fa3": fa3}
+    return peers[name]
+
+
+def own(name: str, attention: Callable[..., Any], attention_varlen: Callable[..., Any], layout: str) -> Subject:
+    """The public call of this package as a subject: `backlight` chooses a backend, any other name forces it."""
+    backend = None if name == "backlight" else name
+    if layout == "packed":
+        return Subject(partial(attention_varlen, return_lse=True, backend=backend), layout="packed", name=name)
+    return Subject(partial(attention, return_lse=True, backend=backend), layout="BHSD", name=name)
+
+
+def user_function(reference: str) -> Callable[..., Any]:
+    """`path/to/file.py:fn` or `package.module:fn`; attributes of objects work too (`file.py:Model.forward`)."""
+    place, _, attribute = reference.rpartition(":")
+    if not place or not attribute:
+        raise UnknownSubject(f"{reference!r} names no function: write file.py:function or module:function")
+    module = _module_from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UnknownSubject(f"{place} has no {attribute!r}; it defines {', '.join(_callables(module)) or 'no functions'}")
+        found = getattr(found, part)
+    return found
+
+
+def _module_from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UnknownSubject(f"no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # the file's neighbours are importable, as if it were run as a script; an already imported module keeps its name
+    sys.path.insert(0, str(path.parent.resolve()))
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _callables(module: ModuleType) -> list[str]:
+    items = vars(module).items()
+    return [name for name, item in items if callable(item) and getattr(item, "__module__", None) == module.__name__]
+
+
+def _renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    function.__name__ = function.__qualname__ = name  # type: ignore[attr-defined]
+    return function
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The features of one call; an adapter lists those its kernel has."""
+
+    causal: bool = False
+    window: Window = (None, None)
+    scale: float | None = None
+    softcap: float | None = None
+    bias: Tensor | None = None
+    bias_origin: int = 0
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(causal=self.causal, window=self.window)
+
+
+def _asked(name: str, features: dict[str, Any], known: tuple[str, ...]) -> Asked:
+    unknown = [feature for feature, value in features.items() if feature not in known and value is not None]
+    if unknown:
+        raise NotImplementedError(f"{name} has no {' and no '.join(unknown)}")
+    return Asked(**features)
+
+
+def dense_bias(bias: Tensor, bias_origin: int, sq: int, sk: int) -> Tensor:
+    """[Hq, n] table by distance -> [Hq, Sq, Sk], differentiable; zero outside the table."""
+    position = torch.arange(sq, device=bias.device)[:, None] + (sk - sq)
+    column = position - torch.arange(sk, device=bias.device)[None, :] + bias_origin
+    inside = (column >= 0) & (column < bias.shape[1])
+    return bias[:, column.clamp(0, bias.shape[1] - 1)] * inside
+
+
+# --- adapters ----------------------------------------------------------------------------------------------------------------
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, *, backend: str | None = None, **features: Any) -> Tensor:
+    """PyTorch's SDPA. Windows, biases and unequal lengths travel as a dense mask: its causal flag aligns to the top left."""
+    asked = _asked("sdpa", features, ("causal", "window", "scale", "bias", "bias_origin"))
+    sq, sk = q.shape[2], k.shape[2]
+    flag = asked.causal and asked.window == (None, None) and sq == sk and asked.bias is None
+    mask = asked.spec.allowed(sq, sk, q.device) if asked.spec.masked and not flag else None
+    if asked.bias is not None:
+        added = dense_bias(asked.bias, asked.bias_origin, sq, sk).to(q.dtype)
+        mask = added if mask is None else added.masked_fill(~mask, -torch.inf)
+    with nullcontext() if backend is None else _sdpa_kernel(backend):
+        return scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=flag, scale=asked.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+def _sdpa_kernel(backend: str) -> Any:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(getattr(SDPBackend, SDPA_BACKENDS[backend]))
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, **features: Any) -> tuple[Tensor, Tensor]:
+    """FlexAttention with the mask as a block mask, softcap and bias as a score modification."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    asked = _asked("flex", features, ("causal", "window", "scale", "softcap", "bias", "bias_origin"))
+    spec, bias, softcap = asked.spec, asked.bias, asked.softcap
+    sq, sk = q.shape[2], k.shape[2]
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j >= spec.first_key(i, sq, sk)) & (j <= spec.last_key(i, sq, sk))
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if softcap is not None:
+            s = softcap * torch.tanh(s / softcap)
+        if bias is not None:
+            column = i + (sk - sq) - j + asked.bias_origin
+            inside = (column >= 0) & (column < bias.shape[1])
+            s = s + torch.where(inside, bias[h, column.clamp(0, bias.shape[1] - 1)], 0.0)
+        return s
+
+    run: Any = torch.compile(flex_attention, dynamic=False) if q.is_cuda else flex_attention
+    return run(
+        q,
+        k,
+        v,
+        score_mod=score if softcap is not None or bias is not None else None,
+        block_mask=create_block_mask(visible, None, None, sq, sk, device=q.device) if spec.masked else None,
+        scale=asked.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_lse=True,
+    )
+
+
+def fa2(q: Tensor, k: Tensor, v: Tensor, **features: Any) -> Tensor:
+    """FlashAttention 2 of the flash_attn package."""
+    return _flash_attn("fa2", "flash_attn", q, k, v, features)
+
+
+def fa3(q: Tensor, k: Tensor, v: Tensor, **features: Any) -> Tensor:
+    """FlashAttention 3 of the flash_attn_interface package."""
+    return _flash_attn("fa3", "flash_attn_interface", q, k, v, features)
+
+
+def _flash_attn(name: str, package: str, q: Tensor, k: Tensor, v: Tensor, features: dict[str, Any]) -> Tensor:
+    """Both packages take [B,S,H,D], a window with -1 for unbounded, softcap 0 for none; transposed views are read in place."""
+    asked = _asked(name, features, ("causal", "window", "scale", "softcap"))
+    if importlib.util.find_spec(package) is None:
+        raise NotImplementedError(f"{name} needs the package {package}, which is not installed")
+    if not q.is_cuda:
+        raise NotImplementedError(f"{name} needs a CUDA device and the tensors are on {q.device}")
+    out = importlib.import_module(package).flash_attn_func(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        softmax_scale=asked.scale,
+        causal=asked.causal,
+        window_size=tuple(-1 if side is None else side for side in asked.window),
+        softcap=asked.softcap or 0.0,
+    )
+    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)

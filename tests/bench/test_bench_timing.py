@@ -1,0 +1,59 @@
+"""Times come in the number asked for, from the function asked about, and are summarised as said."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from backlight.bench import peers, timing
+from backlight.bench.timing import Effort
+from backlight.bench.workload import Workload
+from backlight.cases import FP32, Case
+
+CPU = torch.device("cpu")
+
+
+def test_percentiles_interpolate() -> None:
+    assert timing.percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert timing.percentile([1.0, 2.0], 0.2) == pytest.approx(1.2)
+    assert timing.percentile([7.0], 0.8) == 7.0
+
+
+def test_summary_pools_rounds_and_keeps_their_medians() -> None:
+    found = timing.summary([[1.0, 2.0, 3.0], [5.0, 6.0, 7.0]])
+    assert found["median_ms"] == 4.0
+    assert found["round_medians_ms"] == [2.0, 6.0]
+    assert found["n"] == 6
+    assert found["p20_ms"] == pytest.approx(2.0)
+    assert found["p80_ms"] == pytest.approx(6.0)
+
+
+def test_samples_are_milliseconds_of_one_run() -> None:
+    found = timing.samples(lambda: time.sleep(0.02), CPU, Effort(warm_ms=0, rep_ms=1, least=3))
+    assert len(found) == 3
+    assert min(found) >= 20
+
+
+def test_a_fast_function_gets_many_samples() -> None:
+    assert len(timing.samples(lambda: None, CPU, Effort(warm_ms=1, rep_ms=20))) > 100
+
+
+def test_host_time_is_of_one_call() -> None:
+    found = timing.host_samples(lambda: time.sleep(0.002), CPU, Effort(0, 1, least=2))
+    assert len(found) == 2
+    assert 2 <= min(found) < 40
+
+
+def test_phases_run_what_they_say() -> None:
+    tensors = Workload(Case("causal", b=1, hq=2, hkv=2, sq=32, sk=32, d=8, causal=True, bias=4), FP32).draw(CPU)
+    contender = peers.adapter("backlight").build(tensors)
+    y = timing.phase_of(contender, "forward")()
+    assert not y.requires_grad
+    backward = timing.phase_of(contender, "backward")
+    once, twice = backward(), backward()
+    assert len(once) == 4
+    assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
+    assert all(torch.allclose(a, b) for a, b in zip(once, timing.phase_of(contender, "both")(), strict=True))
+    assert all(leaf.grad is None for leaf in contender.leaves.values())

@@ -1,0 +1,61 @@
+"""The same cases on a CUDA device, judged by the oracle on the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import backlight
+from backlight import registry
+from cases import BF16, CASES, FP16, FP32, FP64, Case, case_id
+from gate import judge
+from running import run
+
+RUNS = [(case, dtype) for case in CASES for dtype in dict.fromkeys((BF16, FP32, *case.dtypes))]
+
+
+def examine(case: Case, dtype: torch.dtype, backend: str, device: str) -> None:
+    host, there = case.make(dtype), case.make(dtype, device=device)
+    assert torch.equal(host.call.q, there.call.q.cpu())
+    reasons = registry.get(backend).available() or registry.get(backend).why_not(there.call)
+    if reasons:
+        with pytest.raises(backlight.Unsupported) as refusal:
+            run(there, backend)
+        assert refusal.value.reasons == {backend: reasons}
+        return
+    result = run(there, backend)
+    assert {value.device.type for value in result.values()} == {torch.device(device).type}
+    verdict = judge(host.call, host.dy, host.dlse, {name: value.cpu() for name, value in result.items()})
+    assert verdict.ok, f"{case.name}\n{verdict}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", registry.names())
+@pytest.mark.parametrize(("case", "dtype"), RUNS, ids=case_id)
+def test_case_on_cuda(backend: str, case: Case, dtype: torch.dtype) -> None:
+    # the gate expects fp32 products, not TF32
+    assert not torch.backends.cuda.matmul.allow_tf32
+    examine(case, dtype, backend, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", registry.names())
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64], ids=case_id)
+@pytest.mark.parametrize("length", [512, 1000])
+def test_several_tiles_on_cuda(backend: str, dtype: torch.dtype, length: int) -> None:
+    everything = next(case for case in CASES if case.name == "everything,s=200")
+    examine(replace(everything, name=f"everything,s={length}", sq=length, sk=length, tau=(0.4, 0.1)), dtype, backend, "cuda")
+
+
+@pytest.mark.gpu
+def test_mixed_devices_are_named() -> None:
+    q = torch.zeros(1, 1, 4, 8, device="cuda")
+    with pytest.raises(ValueError, match=r"k must be on the device of q, cuda:0, got cpu"):
+        backlight.attention(q, q.cpu(), q)
+
+
+def test_examination_works_on_the_host() -> None:
+    """What the device tests do, on a machine without one."""
+    examine(CASES[0], BF16, "tiled", "cpu")

@@ -1,0 +1,79 @@
+"""Every test runs with poisoned allocations: memory nobody wrote holds NaN (integers: their largest value)."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+ALLOCATORS = (
+    (torch, "empty"),
+    (torch, "empty_like"),
+    (torch, "empty_strided"),
+    (torch, "empty_permuted"),
+    (torch.Tensor, "new_empty"),
+    (torch.Tensor, "new_empty_strided"),
+)
+
+settings.register_profile(
+    "backlight",
+    max_examples=30,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("backlight")
+
+# parallel workers share the cores; more threads than cores only wait for each other
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, filled with what no correct kernel may ever read."""
+    if tensor.is_meta or not tensor.numel() or torch.compiler.is_compiling():
+        return tensor
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return tensor.detach().fill_(torch.nan).requires_grad_(tensor.requires_grad)
+    if tensor.dtype != torch.bool and not tensor.is_quantized:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
+    return tensor
+
+
+def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(allocate)
+    def allocate_poisoned(*args: object, **kwargs: object) -> torch.Tensor:
+        return poison(allocate(*args, **kwargs))
+
+    return allocate_poisoned
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patches Python's allocators, which is where this library allocates; deterministic mode would poison C++ allocations
+    as well, but it also switches every kernel to its deterministic path, so a test asks for that on its own."""
+    if request.node.get_closest_marker("clean_memory"):
+        return
+    for owner, name in ALLOCATORS:
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "clean_memory: leave the allocators alone (compilers look into them)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))

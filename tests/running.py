@@ -1,0 +1,91 @@
+"""Run a problem through the public call and bring everything back in canonical layout, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+import backlight
+from backlight.call import Call
+from cases import Problem
+
+Layout = Callable[[Tensor], Tensor]
+
+TENSORS = ("q", "k", "v", "bias", "sink", "tau", "gate")
+
+
+def options(call: Call) -> dict[str, object]:
+    """Keywords of the public call that carry no tensor."""
+    spec = call.spec
+    return {
+        "causal": spec.causal,
+        "window": spec.window,
+        "scale": spec.scale,
+        "softcap": spec.softcap,
+        "bias_origin": spec.bias_origin,
+        "deterministic": call.deterministic,
+    }
+
+
+def packed(value: Tensor | None) -> Tensor | None:
+    """[1, H, T, D] -> [T, H, D]."""
+    return None if value is None else value[0].transpose(0, 1).contiguous()
+
+
+def unpacked(value: Tensor) -> Tensor:
+    """[T, H, D] -> [1, H, T, D]."""
+    return value.transpose(0, 1)[None]
+
+
+def leaves(call: Call, requires_grad: bool = True) -> dict[str, Tensor]:
+    """The call's tensors as fresh leaves in the layout of the public call."""
+    out = {}
+    for name in TENSORS:
+        value = getattr(call, name)
+        if value is not None:
+            value = packed(value) if call.varlen and value.dim() == 4 else value
+            out[name] = value.detach().clone().requires_grad_(requires_grad)
+    return out
+
+
+def forward(call: Call, inputs: Mapping[str, Tensor], backend: str | None = None, **changes: object) -> tuple[Tensor, Tensor]:
+    """(y, lse) of the public call on `inputs`, in the public call's own layout."""
+    keywords = options(call) | {"return_lse": True, "backend": backend} | changes
+    if call.varlen:
+        return backlight.attention_varlen(**inputs, cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k, **keywords)
+    return backlight.attention(**inputs, **keywords)
+
+
+def run(
+    problem: Problem,
+    backend: str | None = None,
+    inputs: Mapping[str, Tensor] | None = None,
+    dy: Tensor | None = None,
+    **changes: object,
+) -> dict[str, Tensor]:
+    """y, lse and every gradient in canonical layout. `inputs` and `dy` replace the drawn ones, in the public call's layout."""
+    call = problem.call
+    inputs = leaves(call) if inputs is None else dict(inputs)
+    if dy is None:
+        dy = packed(problem.dy) if call.varlen else problem.dy
+    y, lse = forward(call, inputs, backend, **changes)
+    outputs, incoming = [y], [dy]
+    if problem.dlse is not None:
+        outputs.append(lse)
+        incoming.append(problem.dlse[0] if call.varlen else problem.dlse)
+    grads = torch.autograd.grad(outputs, list(inputs.values()), incoming)
+    result = {"y": y.detach(), "lse": lse.detach()} | {f"d{name}": grad for name, grad in zip(inputs, grads, strict=True)}
+    return canonical(call, result)
+
+
+def canonical(call: Call, result: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if not call.varlen:
+        return dict(result)
+    out = dict(result)
+    for name in ("y", "dq", "dk", "dv", "dgate"):
+        if name in out:
+            out[name] = unpacked(out[name])
+    out["lse"] = out["lse"][None]
+    return out

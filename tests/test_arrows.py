@@ -1,0 +1,120 @@
+"""Imports point one way (design.md section 3). Every module of the package stands in the table below."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src"
+
+# who may import whom, by the longest matching prefix; a package may always import itself
+MAY_IMPORT: dict[str, set[str]] = {
+    "spec": set(),
+    "errors": set(),
+    "config": set(),
+    "call": {"spec"},
+    "binding": {"spec", "call"},
+    "reference": {"spec", "call"},
+    "cases": {"spec", "call", "reference"},
+    "backends": set(),
+    "backends.*": {"spec", "call", "config", "errors"},
+    "registry": {"spec", "call", "errors"},
+    "ops": {"spec", "call", "registry"},
+    "api": {"spec", "call", "binding", "errors", "registry", "ops"},
+    "": {"spec", "errors", "api"},
+    "nn": {"spec", "api", ""},
+    "distributed": {"spec", "call", "api", ""},
+    "doctor": {"spec", "call", "reference"},
+    # the command line is where names become subjects: it may look backends up
+    "doctor.command": {"spec", "call", "reference", "registry", "doctor", ""},
+    "info": {"registry", ""},
+    "bench": {"spec", "call", "errors", "config", "cases", "reference", "registry", "doctor", "info", ""},
+    "demo": {"spec", "call", "reference", "doctor", "bench", "info", "nn", ""},
+    "cli": {"demo", "doctor", "bench", "info", ""},
+}
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name below `backlight` ("" is the package itself) -> file."""
+    out = {}
+    for path in sorted((SOURCE / "backlight").rglob("*.py")):
+        parts = path.relative_to(SOURCE / "backlight").with_suffix("").parts
+        out[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return out
+
+
+MODULES = modules()
+
+
+def imported(path: Path, module: str) -> set[str]:
+    """Modules of the package that a file imports anywhere, function bodies included."""
+    out = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            out |= {_below(alias.name) for alias in node.names if alias.name.split(".")[0] == "backlight"}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} line {node.lineno}: relative import"
+            if (node.module or "").split(".")[0] == "backlight":
+                base = _below(node.module)
+                out |= {name if (name := f"{base}.{alias.name}".lstrip(".")) in MODULES else base for alias in node.names}
+    return out
+
+
+def _below(name: str) -> str:
+    return name.removeprefix("backlight").lstrip(".")
+
+
+def rule_of(module: str) -> str:
+    """The table's entry for a module: itself, its backend, or the nearest package above it."""
+    parts = module.split(".")
+    if parts[0] == "backends" and len(parts) > 1:
+        return "backends.*"
+    while parts and ".".join(parts) not in MAY_IMPORT:
+        parts.pop()
+    return ".".join(parts)
+
+
+def home_of(module: str) -> str:
+    """The folder whose files may import one another."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "backends" else parts[0]
+
+
+def allowed(module: str, target: str) -> bool:
+    if module and home_of(module) == home_of(target):
+        return True
+    return any(target == entry or (entry and target.startswith(f"{entry}.")) for entry in MAY_IMPORT[rule_of(module)])
+
+
+def test_every_module_has_a_place() -> None:
+    unplaced = [module for module in MODULES if module and rule_of(module) == ""]
+    assert not unplaced, f"no arrow is drawn for {unplaced}: add them to MAY_IMPORT"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module or "backlight")
+def test_arrows(module: str) -> None:
+    wrong = sorted(target for target in imported(MODULES[module], module) if not allowed(module, target))
+    assert not wrong, f"backlight.{module} must not import {['backlight.' + target for target in wrong]}"
+
+
+def test_the_table_would_notice() -> None:
+    assert not allowed("doctor.probes", "api")
+    assert not allowed("doctor.probes", "")
+    assert not allowed("doctor.probes", "backends.tiled")
+    assert not allowed("backends.tiled.forward", "reference.oracle")
+    assert not allowed("backends.triton.forward", "backends.tiled.primitives")
+    assert not allowed("reference.oracle", "ops")
+    assert not allowed("spec", "call")
+    assert not allowed("registry", "backends.tiled")
+    assert allowed("backends.tiled.forward", "backends.tiled.primitives")
+    assert allowed("doctor.probes", "reference.oracle")
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module or "backlight")
+def test_no_print(module: str) -> None:
+    """Output goes through a rich console."""
+    calls = [node for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.Call)]
+    lines = [node.lineno for node in calls if isinstance(node.func, ast.Name) and node.func.id == "print"]
+    assert not lines, f"backlight.{module} prints on lines {lines}"
