@@ -134,7 +134,7 @@ def test_a_call_no_backend_takes_is_refused_with_its_reasons(tmp_path: Path, mon
     monkeypatch.setattr(type(registry.get("tiled")), "why_not", lambda self, call: ("never on a Sunday",))
     rows = by_name(run(adapter("backlight:tiled"), path=tmp_path / "run.json"))
     assert rows["backlight:tiled"]["status"] == "refused"
-    assert rows["backlight:tiled"]["reason"].endswith("never on a Sunday")
+    assert rows["backlight:tiled"]["reason"] == "never on a Sunday"
 
 
 class Hopeless(Wrong):

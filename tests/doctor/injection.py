@@ -66,10 +66,11 @@ DK = "add_product_(dk[:, :, keys], scores.q[:, part].mT, dx)"
 DV = "add_product_(dv[:, :, keys], do[:, part].mT, a.to(scores.operand))"
 DQ = "add_product_(dq[:, part], dx, scores.k[:, keys])"
 DELTA = "delta = (do * y).sum(dim=-1, keepdim=True)"
-ALLOWED = "allowed = spec.allowed_distance(spec.distance(0, rows, 0, keys, rows, rows + offset, device))"
+MASKED = "            torch.minimum(part, bound, out=part)\n        return tile_values"
 STRICT = (
-    "distance = spec.distance(0, rows, 0, keys, rows, rows + offset, device)\n"
-    "    allowed = spec.allowed_distance(distance) & (distance != 0)"
+    "            torch.minimum(part, bound, out=part)\n"
+    "        i = torch.arange(tile.i0, tile.i1).repeat_interleave(group)[:, None] + sk - sq\n"
+    "        return tile_values.masked_fill_(i == torch.arange(tile.j0, tile.j1)[None, :], -math.inf)"
 )
 SINK_SHARE = "torch.exp(block.repeat_positions(heads_of(call.sink, slab, group, dtype)) - lse)"
 SCORE_WITH_BIAS = f"((torch.log2(p.clamp(min=1e-37)) + lse2[:, part]) * {LN2} / call.spec.softcap)"
@@ -82,8 +83,8 @@ EDITS: dict[str, list[Edit]] = {
     "transpose-dk": [Edit("backward", DK, "add_product_(dk[:, :, tile.i0 : tile.i1], scores.q[:, keys].mT, dx.mT)")],
     "transpose-dv": [Edit("backward", DV, "add_product_(dv[:, :, tile.i0 : tile.i1], do[:, keys].mT, a.mT)")],
     "transpose-dq": [Edit("backward", DQ, "add_product_(dq[:, keys], dx.mT, scores.k[:, tile.i0 : tile.i1])")],
-    "mask-strict-backward": [Edit("primitives", ALLOWED, STRICT, ("backward",))],
-    "mask-strict": [Edit("primitives", ALLOWED, STRICT)],
+    "mask-strict-backward": [Edit("primitives", MASKED, STRICT, ("backward",))],
+    "mask-strict": [Edit("primitives", MASKED, STRICT)],
     "empty-rows-nan": [Edit("forward", "acc.div_(l.masked_fill(l == 0, 1))", "acc.div_(l)")],
     "tile-lost-dq": [
         Edit(
@@ -399,8 +400,8 @@ class Remembers(Wrapped):
 WRAPPERS: dict[str, Callable[[], Wrapped]] = {
     "align-backward": lambda: Resized(lambda call: keys(call.q.shape[2])(call), ("backward",)),
     "call-alignment": lambda: Resized(lambda call: keys(call.q.shape[2])(call)),
-    "tail-keys": lambda: Resized(keys(128)),
-    "tail-padding": lambda: Resized(keys(144), ("forward",)),
+    "tail-keys": lambda: Resized(lambda call: keys(call.k.shape[2] // 64 * 64)(call)),
+    "tail-padding": lambda: Resized(lambda call: keys(-(-call.k.shape[2] // 16) * 16)(call), ("forward",)),
     "bias-clamped": lambda: Resized(table(extended)),
     "bias-origin": lambda: Resized(lambda call: replace(call, spec=call.spec.replace(bias_origin=call.spec.bias_origin + 1))),
     "bias-scaled": ScaledBias,

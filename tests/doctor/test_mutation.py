@@ -13,16 +13,17 @@ from injection import NOT_INJECTED, inject
 from backlight import doctor
 from backlight.doctor import broken, catalogue
 
-SMALL = (2, 4, 72, 64)
+SMALL, SMALLER = (2, 4, 72, 64), (2, 4, 40, 64)
 SHARE = 0.95
-named: dict[str, dict[str, str]] = {"broken": {}, "tiled": {}}
+INJECTED = [name for name in catalogue.names() if name not in NOT_INJECTED]
+# found, not named, with the first wrong stage: the backend never visits hidden tiles, so only part of the hidden keys leak
+OPEN = {"tau-unmasked": "o"}
 
 
-def arguments(name: str) -> dict:
-    """The demo's arguments, smaller where the demo does not ask for a shape or other lengths."""
-    demo = catalogue.get(name).demo
-    small = not {"shape", "sk", "cu_seqlens", "level"} & set(demo)
-    return catalogue.demo_arguments(name) | ({"shape": SMALL} if small else {})
+def arguments(name: str, shape: tuple[int, int, int, int]) -> dict:
+    """The demo's arguments, smaller where the demo does not ask for a shape, other lengths or a level."""
+    kept = {"shape", "sk", "cu_seqlens", "level", "recipe"} & set(catalogue.get(name).demo)
+    return catalogue.demo_arguments(name) | ({} if kept else {"shape": shape})
 
 
 def expect_found(report: doctor.Report, name: str) -> None:
@@ -43,36 +44,34 @@ def one_thread():
 
 @pytest.mark.parametrize("name", catalogue.names())
 def test_broken_kernel_is_found(name: str) -> None:
-    report = doctor.diagnose(broken.subject(name), **arguments(name))
-    named["broken"][name] = report.findings[0].id if report.findings else ""
+    report = doctor.diagnose(broken.subject(name), **arguments(name, SMALLER))
     expect_found(report, name)
     assert report.findings[0].id == name, f"{name} was called {[f.id for f in report.findings]}"
 
 
-@pytest.mark.parametrize("name", [n for n in catalogue.names() if n not in NOT_INJECTED])
+@pytest.mark.parametrize("name", INJECTED)
 def test_broken_tiled_backend_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = inject(name, monkeypatch)
-    report = doctor.diagnose(subject, **catalogue.demo_arguments(name))
-    named["tiled"][name] = report.findings[0].id if report.findings else ""
+    report = doctor.diagnose(inject(name, monkeypatch), **arguments(name, SMALL))
     assert report.verdict != "healthy", f"{name} injected into the tiled backend went unseen"
     first = report.findings[0]
-    assert first.id == name or (first.id == "open" and first.mechanism == "open"), f"{name} was called {first.id}: {first.title}"
+    if name in OPEN:
+        assert (first.id, first.mechanism, first.stage) == ("open", "open", OPEN[name])
+    else:
+        assert first.id == name, f"{name} was called {first.id}: {first.title}"
 
 
 def test_share_named_in_the_tiled_backend() -> None:
-    """At least 95 % by name; whoever is not named says `open`. Needs the tests above in the same process."""
-    found = named["tiled"]
-    if len(found) < len(catalogue.DEFECTS) - len(NOT_INJECTED):
-        pytest.skip("the injections ran in other processes")
-    right = [name for name, said in found.items() if name == said]
-    assert len(right) >= SHARE * len(found), f"{len(right)} of {len(found)} named; not named: {sorted(set(found) - set(right))}"
+    """The test above allows `open` for the entries of OPEN alone, so this bounds the share that is named."""
+    assert set(OPEN) <= set(INJECTED)
+    assert len(INJECTED) - len(OPEN) >= SHARE * len(INJECTED)
+    assert len(INJECTED) >= 0.9 * len(catalogue.DEFECTS)
 
 
 def test_catalogue_is_large_and_complete() -> None:
     assert len(catalogue.DEFECTS) >= 40
     assert len(set(catalogue.names())) == len(catalogue.DEFECTS)
     families = catalogue.families()
-    wanted = ("scale transposition masks windows alignment tails varlen gqa heads accumulation memory lse delta terms precision test")
+    wanted = "scale transposition masks windows alignment tails varlen gqa heads accumulation memory lse delta terms precision test"
     assert set(wanted.split()) <= set(families)
     for defect in catalogue.DEFECTS:
         assert defect.variants is not None or defect.broken in broken.MAKERS, defect.id

@@ -44,7 +44,8 @@ class Ours:
         attend = backlight.attention_varlen if call.varlen else backlight.attention
         chosen = backlight.explain(**(leaves | options))
         if chosen.chosen is None:
-            raise backlight.Unsupported(chosen.reasons)
+            asked = chosen.reasons if self.backend is None else {self.backend: chosen.reasons[self.backend]}
+            raise backlight.Unsupported(asked)
         return by_autograd(
             self.name,
             leaves,

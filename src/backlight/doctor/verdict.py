@@ -201,8 +201,9 @@ def precision_finding(problem: Problem, comparisons: Mapping[str, Comparison], p
     confirmed = [c for c in comparisons.values() if c.name in inexact and not c.bad and c.versus_flash > CONFIRMED]
     if not low and not confirmed:
         return None
-    everything = all(c in low for c in comparisons.values() if c.name in ("o", "dv"))
-    identifier = "precision-scores" if low and everything else "precision-accumulation"
+    # sums of the backward do not reach o; rounded scores do
+    forward_too = "o" in comparisons and comparisons["o"].versus_flash > CONFIRMED
+    identifier = "precision-scores" if low and forward_too else "precision-accumulation"
     shown = low or confirmed
     names = ", ".join(c.name for c in shown)
     lines = [f"{c.name}: {c.versus_flash:.2f} x the error of a flash kernel, worst cell {c.rho_a:.2f} x plain PyTorch" for c in shown]

@@ -16,10 +16,15 @@ from backlight.spec import AttentionSpec, Segment
 # last-level cache of a CPU (2 buffers of 32 MiB in fp32)
 CPU_TILE_ELEMENTS = 1 << 23
 GPU_TILE_ELEMENTS = 1 << 25
+# elements of k and v that a slab holds in fp32 (several times, with their gradients): bounds the memory of long sequences
+SLAB_KEY_ELEMENTS = 1 << 23
 
 
-def heuristic(group: int, sq: int, sk: int, heads: int, device: torch.device) -> Config:
-    """256 rows x 4096 keys, shrunk to the problem; as many (batch, kv head) pairs side by side as the budget holds."""
+def heuristic(group: int, sq: int, sk: int, width: int, heads: int, device: torch.device) -> Config:
+    """256 rows x 4096 keys, shrunk to the problem; as many (batch, kv head) pairs side by side as the budgets hold.
+
+    width: D + Dv; heads: (batch, kv head) pairs of the call.
+    """
     on_cpu = device.type == "cpu"
     block_m = max(1, min(sq, max(32, (256 if on_cpu else 512) // group)))
     block_n = max(1, min(sk, 4096))
@@ -28,7 +33,7 @@ def heuristic(group: int, sq: int, sk: int, heads: int, device: torch.device) ->
         block_m=block_m,
         block_n=block_n,
         edge=max(1, (block_m + 1) // 2) if block_m >= 64 else block_m,
-        heads=max(1, min(heads, budget // (group * block_m * block_n))),
+        heads=max(1, min(heads, budget // (group * block_m * block_n), SLAB_KEY_ELEMENTS // max(1, sk * width))),
     )
 
 
@@ -39,7 +44,8 @@ def config_of(call: Call) -> Config:
         segments = call.segments()
         batch = 1
         sq, sk = max((z.sq for z in segments), default=0), max((z.sk for z in segments), default=0)
-    return resolve("tiled", lambda: heuristic(call.group, sq, sk, batch * kv_heads, call.q.device))
+    width = call.q.shape[-1] + call.v.shape[-1]
+    return resolve("tiled", lambda: heuristic(call.group, sq, sk, width, batch * kv_heads, call.q.device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,94 @@
+"""The same defects in kernels that return o and gradients and nothing else: no lse, no intermediates.
+
+Names come from mutants, identities and probes; what the forward's and backward's weights look like comes from one-hot probes.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from injection import NOT_INJECTED, inject
+
+from backlight import doctor
+from backlight.doctor import broken, catalogue
+from backlight.doctor.subject import Subject
+from backlight.spec import AttentionSpec
+
+# these live in lse alone: a kernel that does not return it cannot have them
+NEEDS_LSE = {"dlse-ignored", "dlse-sign"}
+INJECTED = [name for name in catalogue.names() if name not in NOT_INJECTED | NEEDS_LSE]
+OPEN = {"tau-unmasked": "o"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def black_box(subject: Subject) -> Subject:
+    """The subject with everything but o cut off."""
+    forward = subject.forward
+
+    @functools.wraps(forward)
+    def only_o(*args, **kwargs):
+        return forward(*args, **kwargs)[0]
+
+    return replace(subject, forward=only_o)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INJECTED)
+def test_black_box_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = doctor.diagnose(black_box(inject(name, monkeypatch)), **catalogue.demo_arguments(name))
+    assert report.verdict != "healthy", f"{name} went unseen"
+    assert not any(row.name == "lse" for row in report.stages)
+    first = report.findings[0]
+    if name in OPEN:
+        assert (first.id, first.stage) == ("open", OPEN[name])
+    else:
+        assert first.id == name, f"{name} was called {first.id}: {first.title}"
+
+
+SAMPLE = ("scale-dk", "transpose-dv", "mask-causal-backward", "lse-base", "delta-shifted", "gqa-last-writer", "tau-delta")
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_black_box_sample(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = doctor.diagnose(black_box(inject(name, monkeypatch)), **catalogue.demo_arguments(name))
+    assert report.findings[0].id == name
+
+
+def test_tomography_sees_the_leaking_diagonal() -> None:
+    """A backward window one too wide leaks on one diagonal, i - j = 41, and only in the backward's weights."""
+    spec = AttentionSpec(causal=True, window=(40, 0))
+    report = doctor.diagnose(broken.subject("window+1"), spec, shape=(1, 2, 72, 32), level="full")
+    rows = {row.name: row for row in report.stages}
+    assert rows["p"].status == "ok"
+    assert rows["p (bwd)"].status == "culprit"
+    assert "62 leaked cells, all at i-j = 41" in rows["p (bwd)"].note
+    assert {rows[name].status for name in ("dq", "dk", "dv")} == {"inherited"}
+    picture = next(p for p in report.pictures if p.kind == "support")
+    assert picture.data["leaks"] == 31
+    assert picture.data["holes"] == 0
+
+
+def test_tomography_sees_holes_on_the_diagonal() -> None:
+    spec = AttentionSpec(causal=True)
+    report = doctor.diagnose(broken.subject("mask-strict-backward"), spec, shape=(1, 2, 40, 16), level="full")
+    row = next(row for row in report.stages if row.name == "p (bwd)")
+    assert "80 missing cells, all at i-j = 0" in row.note
+
+
+def test_tomography_sees_a_missing_delta() -> None:
+    """ds is wrong although the weights of both directions are right."""
+    report = doctor.diagnose(broken.subject("delta-missing"), AttentionSpec(causal=True), shape=(1, 2, 40, 16), level="full")
+    rows = {row.name: row for row in report.stages}
+    assert (rows["p"].status, rows["p (bwd)"].status) == ("ok", "ok")
+    assert rows["delta"].status == "culprit"
+    assert rows["ds"].status == "inherited"
