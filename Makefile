@@ -15,6 +15,7 @@ WORKERS ?= auto
 ARGS ?=
 
 BIN := $(VENV)/bin
+PARALLEL := -n $(WORKERS) --maxprocesses 4 --dist worksteal
 STAMP := $(VENV)/.backlight-installed
 
 .DEFAULT_GOAL := help
@@ -36,8 +37,9 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 
 install: $(STAMP)  ## create the environment and install backlight into it
 
-test: lint  ## ruff, mypy, then every test but the slow ones
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" -n $(WORKERS) --maxprocesses 4 --dist worksteal $(ARGS)
+test: lint  ## ruff, mypy, the Triton kernels in the interpreter, then every test but the slow ones
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL) tests/interpreted
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" $(PARALLEL) $(ARGS)
 
 demo: $(STAMP)  ## see it work on this machine, under three minutes
 	$(BIN)/backlight demo $(ARGS)

@@ -48,7 +48,7 @@ def ours_packed(q, k, v, cu_seqlens_q, cu_seqlens_k=None, *, causal=False, windo
     )  # fmt: skip
 
 
-# --- edits of the source ---------------------------------------------------------------------------------------------------------
+# --- edits of the source -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,9 @@ EDITS: dict[str, list[Edit]] = {
     "dlse-ignored": [Edit("backward", "if incoming.dlse is not None:", "if False:")],
     "dlse-sign": [Edit("backward", "delta -= block.rows_of(incoming.dlse", "delta += block.rows_of(incoming.dlse")],
     "softcap-derivative": [Edit("backward", "ds.mul_(scores.tanh.square_().neg_().add_(1))", "pass")],
-    "softcap-after-bias": [Edit("backward", "ds.mul_(scores.tanh.square_().neg_().add_(1))", f"ds.mul_(1 - {SCORE_WITH_BIAS}**2)")],
+    "softcap-after-bias": [
+        Edit("backward", "ds.mul_(scores.tanh.square_().neg_().add_(1))", f"ds.mul_(1 - {SCORE_WITH_BIAS}**2)")
+    ],
     "softcap-before-scale": [
         Edit("primitives", "else call.scale / call.spec.softcap", "else 1 / call.spec.softcap"),
         Edit("primitives", "self.spec.softcap * LOG2E", "self.spec.softcap * LOG2E * self.call.scale"),
@@ -177,7 +179,7 @@ def _module(name: str, text: str) -> types.ModuleType:
     return module
 
 
-# --- wrappers of the entry points ------------------------------------------------------------------------------------------------
+# --- wrappers of the entry points --------------------------------------------------------------------------------------------
 
 
 class Wrapped:
@@ -350,7 +352,7 @@ class MisreadInputs(Wrapped):
 class LostUpdates(Wrapped):
     def backward(self, backend, call, y, lse, u, dy, dlse, needs):
         out = super().backward(backend, call, y, lse, u, dy, dlse, needs)
-        kept = torch.rand(out["dq"].shape[:3] + (1,)) > 0.2
+        kept = torch.rand((*out["dq"].shape[:3], 1)) > 0.2
         return out | {"dq": out["dq"] * kept.to(out["dq"].dtype)}
 
 
@@ -443,7 +445,9 @@ def inject(name: str, monkeypatch: pytest.MonkeyPatch) -> Subject:
         for direction, module in edited_modules(EDITS[name]).items():
             monkeypatch.setitem(sys.modules, f"{PACKAGE}.{direction}", module)
     else:
-        wrapped = WRAPPERS[name]() if name in WRAPPERS else ByMutant(lambda call: next(iter(get(name).variants(call)), Mutant()))
+        wrapped = (
+            WRAPPERS[name]() if name in WRAPPERS else ByMutant(lambda call: next(iter(get(name).variants(call)), Mutant()))
+        )
         monkeypatch.setattr(TiledBackend, "forward", lambda self, *args: wrapped.forward(self, *args))
         monkeypatch.setattr(TiledBackend, "backward", lambda self, *args: wrapped.backward(self, *args))
     packed = "cu_seqlens" in get(name).demo

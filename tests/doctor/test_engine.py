@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
 
-# --- subjects --------------------------------------------------------------------------------------------------------------------
+# --- subjects ----------------------------------------------------------------------------------------------------------------
 
 
 def test_layouts_are_found_by_matching_o() -> None:
@@ -42,7 +43,7 @@ def test_layouts_are_found_by_matching_o() -> None:
 def test_packed_layout_is_found() -> None:
     def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, causal: bool = False) -> Tensor:
         cuts = cu_seqlens_q.tolist()
-        parts = [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+        parts = [slice(a, b) for a, b in pairwise(cuts)]
         outs = [sdpa(*(x[z].transpose(0, 1)[None] for x in (q, k, v)), causal)[0].transpose(0, 1) for z in parts]
         return torch.cat(outs)
 
@@ -122,7 +123,7 @@ def test_location_names_the_code_that_ran() -> None:
     assert Subject.of(sdpa).location.split(":")[0].endswith("test_engine.py")
 
 
-# --- adversarial subjects ----------------------------------------------------------------------------------------------------------
+# --- adversarial subjects ----------------------------------------------------------------------------------------------------
 
 
 def test_zero_output_is_not_healthy() -> None:
@@ -153,7 +154,7 @@ def test_wrong_shape_is_said() -> None:
     assert report.verdict in ("defect", "could-not-run")
 
 
-# --- measurements ------------------------------------------------------------------------------------------------------------------
+# --- measurements ------------------------------------------------------------------------------------------------------------
 
 
 def test_gain_of_one_percent_is_seen() -> None:
@@ -261,7 +262,7 @@ def test_self_check_passes_and_is_reported() -> None:
     assert health["oracle_vs_autograd"] < 1e-12
 
 
-# --- the report ----------------------------------------------------------------------------------------------------------------------
+# --- the report --------------------------------------------------------------------------------------------------------------
 
 
 def test_report_round_trips_and_names_its_recipe() -> None:

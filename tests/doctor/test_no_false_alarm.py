@@ -54,7 +54,9 @@ def expect_nothing(report: doctor.Report) -> None:
     assert report.verdict == "healthy", f"{report.headline}: {said}"
     assert not said
     assert all(row.status == "ok" for row in report.stages), [(r.name, r.status, r.note) for r in report.stages]
-    assert all(probe.passed is not False for probe in report.probes), [(p.name, p.detail) for p in report.probes if not p.passed]
+    assert all(probe.passed is not False for probe in report.probes), [
+        (p.name, p.detail) for p in report.probes if not p.passed
+    ]
 
 
 def subject_for(options: dict):
@@ -98,7 +100,7 @@ def test_public_call_many_seeds(variant: str, dtype: torch.dtype) -> None:
             expect_nothing(report)
 
 
-# --- other people's kernels ------------------------------------------------------------------------------------------------------
+# --- other people's kernels --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], ids=lambda b: b.name)
@@ -114,7 +116,9 @@ def test_sdpa(backend: SDPBackend, dtype: torch.dtype, causal: bool) -> None:
 
 
 def test_sdpa_builtin_is_called_by_keyword() -> None:
-    expect_nothing(doctor.diagnose(F.scaled_dot_product_attention, AttentionSpec(causal=True), kv_heads=2, dtype=FP32, shape=SHAPE))
+    expect_nothing(
+        doctor.diagnose(F.scaled_dot_product_attention, AttentionSpec(causal=True), kv_heads=2, dtype=FP32, shape=SHAPE)
+    )
 
 
 def test_sdpa_flash_on_the_cpu_is_at_most_a_matter_of_precision() -> None:

@@ -28,7 +28,9 @@ def test_case_a_the_mask_that_never_arrived() -> None:
         return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=is_causal)
 
     def as_the_test_called_it(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-        return reference(q, k, v, None, False and causal)
+        # by position, in another order: the scale's place receives nothing and is_causal keeps its default
+        del causal
+        return reference(q, k, v, None)
 
     report = doctor.diagnose(
         F.scaled_dot_product_attention, CAUSAL, against=as_the_test_called_it, shape=SHAPE, dtype=torch.float32
@@ -69,7 +71,7 @@ def test_case_b_with_lost_adds_varies_from_run_to_run() -> None:
     class Racing(broken.Kernel):
         def backward(self, call, dy, dlse):
             out = super().backward(call, dy, dlse)
-            times = torch.randint(1, 17, out["dk"].shape[:3] + (1,))
+            times = torch.randint(1, 17, (*out["dk"].shape[:3], 1))
             return out | {"dk": out["dk"] * times}
 
     report = doctor.diagnose(doctor.Subject(broken.attention_of(Racing()), layout="BHSD"), CAUSAL, shape=SHAPE)

@@ -1,8 +1,8 @@
 """The doctor: finds out why an attention gradient is wrong, in any kernel, through its inputs and outputs alone.
 
-    report = doctor.diagnose(fn, AttentionSpec(causal=True), shape=(2, 4, 200, 64))
-    doctor.assert_healthy(fn, AttentionSpec(causal=True))
-    doctor.audit_rule(rule, AttentionSpec(causal=True))
+report = doctor.diagnose(fn, AttentionSpec(causal=True), shape=(2, 4, 200, 64))
+doctor.assert_healthy(fn, AttentionSpec(causal=True))
+doctor.audit_rule(rule, AttentionSpec(causal=True))
 """
 
 from backlight.doctor.audit import AuditResult, audit_rule

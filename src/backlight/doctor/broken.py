@@ -46,7 +46,8 @@ class Kernel:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, rest: Mapping[str, Any], *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        call = Call(rest["spec"], *tensors, rest["cu_seqlens_q"], rest["cu_seqlens_k"])  # type: ignore[arg-type]
+        given: dict[str, Any] = dict(zip(INPUTS, tensors, strict=True)) | dict(rest)
+        call = Call(**given)
         out = kernel.forward(call)
         ctx.kernel, ctx.call = kernel, call
         return out["y"].to(call.q.dtype), out["lse"].to(call.accumulator_dtype)
@@ -87,7 +88,7 @@ def attention_of(kernel: Kernel) -> Callable[..., tuple[Tensor, Tensor]]:
     return broken_attention
 
 
-# --- defects without a mutant --------------------------------------------------------------------------------------------------
+# --- defects without a mutant ----------------------------------------------------------------------------------------------
 
 
 class DoStride(Kernel):

@@ -75,7 +75,9 @@ class Comparison:
 
 def canonical(x: Tensor) -> Tensor:
     """[H] -> [1,H,1,1]; [H,n] -> [1,H,n,1]; [B,H,S] -> [B,H,S,1]."""
-    return {1: lambda: x[None, :, None, None], 2: lambda: x[None, :, :, None], 3: lambda: x[..., None]}.get(x.dim(), lambda: x)()
+    return {1: lambda: x[None, :, None, None], 2: lambda: x[None, :, :, None], 3: lambda: x[..., None]}.get(
+        x.dim(), lambda: x
+    )()
 
 
 def to_cells(x: Tensor, tile: int = TILE) -> Tensor:

@@ -10,11 +10,11 @@ from torch import Tensor
 from backlight.doctor.compare import compare
 from backlight.doctor.inputs import Problem
 from backlight.doctor.subject import CouldNotRun, Observed, Subject
-from backlight.spec import LN2, LOG2E
+from backlight.spec import LOG2E
 
 REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, AssertionError)
 # how close a fitted (a, b) must be to a known convention
-TOLERANCE = 1e-3
+TOLERANCE, OFFSET = 1e-3, 0.01
 
 
 def settle(subject: Subject, problem: Problem, notes: list[str]) -> tuple[Subject, Observed]:
@@ -44,7 +44,7 @@ def settle(subject: Subject, problem: Problem, notes: list[str]) -> tuple[Subjec
     return chosen, chosen.run(problem.call, problem.dy)
 
 
-CONVENTIONS = {"natural": (1.0, 0.0), "base 2": (LOG2E, 0.0)}
+CONVENTIONS = {"natural": 1.0, "base 2": LOG2E}
 
 
 def natural_lse(subject: Subject, problem: Problem, values: Mapping[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
@@ -53,19 +53,19 @@ def natural_lse(subject: Subject, problem: Problem, values: Mapping[str, Tensor]
     if "lse" not in found or found["lse"].shape != problem.truth.lse.shape:
         found.pop("lse", None)
         return found
-    a, b = fit(found["lse"], problem.truth.lse) if subject.lse == "auto" else subject.lse  # type: ignore[misc]
-    known = next((n for n, (x, y) in CONVENTIONS.items() if abs(a - x) <= TOLERANCE * x and abs(b - y) <= 0.01), None)
-    scale = problem.call.scale
-    if known is None and abs(a * scale - 1) <= TOLERANCE and abs(b) <= 0.01:
-        known, a = "divided by the softmax scale", 1 / scale
-    if known is None and subject.lse == "auto":
-        if abs(a - 1) > TOLERANCE or abs(b) > 0.01:
-            notes.append(f"lse fits {a:.4g} x lse + {b:.3g}: no convention we know")
+    if not isinstance(subject.lse, str):
+        a, b = subject.lse
+        notes.append(f"lse convention: {a:.4g} x lse + {b:.4g}, as declared")
+        found["lse"] = (found["lse"].double() - b).div(a).to(found["lse"].dtype)
         return found
-    if known not in (None, "natural") or subject.lse != "auto":
-        notes.append(f"lse convention: {known or subject.lse}")
-        exact = {"base 2": 1 / LN2}.get(known or "", a)
-        found["lse"] = (found["lse"].double() - (b if subject.lse != "auto" else 0.0)).div(exact).to(found["lse"].dtype)
+    a, b = fit(found["lse"], problem.truth.lse)
+    choices = {**CONVENTIONS, "divided by the softmax scale": 1 / problem.call.scale}
+    known = next((n for n, factor in choices.items() if abs(a - factor) <= TOLERANCE * factor and abs(b) <= OFFSET), None)
+    if known is None:
+        notes.append(f"lse fits {a:.4g} x lse + {b:.3g}: no convention we know")
+    elif known != "natural":
+        notes.append(f"lse convention: {known}")
+        found["lse"] = found["lse"].double().div(choices[known]).to(found["lse"].dtype)
     return found
 
 
@@ -77,5 +77,3 @@ def fit(lse: Tensor, truth: Tensor) -> tuple[float, float]:
         return 1.0, 0.0
     a = float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum())
     return a, float(y.mean()) - a * float(x.mean())
-
-

@@ -177,9 +177,9 @@ def _lengths(examination: Examination, bench: Bench) -> None:
             dtype=call.q.dtype, seed=bench.problem.seed, device=call.q.device,
         )  # fmt: skip
         out = convention.natural_lse(bench.subject, problem, bench.subject.run(problem.call, problem.dy).values, [])
-        names = [n for n, x in out.items() if TRUTH_OF.get(n, n) in problem.truth and n != "delta" and compare(n, x, problem).bad]
+        names = [
+            n for n, x in out.items() if TRUTH_OF.get(n, n) in problem.truth and n != "delta" and compare(n, x, problem).bad
+        ]
         if names:
             bad.append(f"S = {length}: {', '.join(names)}")
     examination.probes.append(Probe("lengths", not bad, "; ".join(bad) or f"right for S in {', '.join(map(str, LENGTHS))}"))
-
-

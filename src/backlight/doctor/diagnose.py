@@ -15,8 +15,8 @@ from backlight.doctor import convention, inputs, probes, verdict
 from backlight.doctor.catalogue import BY_ID
 from backlight.doctor.compare import TRUTH_OF, Comparison, compare
 from backlight.doctor.environment import environment, self_check
-from backlight.doctor.explain import Explanation, explain
 from backlight.doctor.expected import expected_zeros
+from backlight.doctor.explain import Explanation, explain
 from backlight.doctor.inputs import Problem
 from backlight.doctor.invariants import Identity, identities
 from backlight.doctor.localise import ROW_TENSORS, local_values, only_in_empty_rows
@@ -71,7 +71,7 @@ def diagnose(
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
     started = time.perf_counter()
     subject = Subject.of(subject)
-    terms = {"bias": bias, "sink": sink, "tau": tau, "gate": gate}
+    terms: dict[str, Any] = {"bias": bias, "sink": sink, "tau": tau, "gate": gate}
     if q is None:
         problem = inputs.make(
             spec, shape, kv_heads=kv_heads, sk=sk, dv=dv, dtype=dtype, recipe=recipe, seed=seed, device=device,
@@ -114,7 +114,7 @@ class Examination:
         self.examine(observed, values)
         return self._finish(health, time.perf_counter() - started)
 
-    # --- the steps ---------------------------------------------------------------------------------------------------------
+    # --- the steps ----------------------------------------------------------------------------------------------------------
 
     def examine(self, observed: Observed, values: dict[str, Tensor]) -> None:
         problem = self.problem
@@ -122,7 +122,9 @@ class Examination:
         wrong_shape = [n for n, x in known.items() if x.shape != problem.truth[TRUTH_OF.get(n, n)].shape]
         for name in wrong_shape:
             wanted = tuple(problem.truth[TRUTH_OF.get(name, name)].shape)
-            self._add(Finding("open", f"{name} has shape {tuple(known[name].shape)} instead of {wanted}", stage=name, score=90.0))
+            self._add(
+                Finding("open", f"{name} has shape {tuple(known[name].shape)} instead of {wanted}", stage=name, score=90.0)
+            )
         known = {n: x for n, x in known.items() if n not in wrong_shape}
         comparisons = {n: compare(n, x, problem) for n, x in known.items()}
         laws = identities(problem, known)
@@ -141,10 +143,16 @@ class Examination:
     def _observed_faults(self, observed: Observed) -> None:
         if observed.changed_inputs:
             names = ", ".join(observed.changed_inputs)
-            self._named("input-changed", [f"{names} differ from copies taken before the call"], title=f"the call changes its own inputs: {names}")
+            self._named(
+                "input-changed",
+                [f"{names} differ from copies taken before the call"],
+                title=f"the call changes its own inputs: {names}",
+            )
         if observed.missing:
             names = ", ".join(observed.missing)
-            self._named("gradient-missing", [f"autograd returned nothing for {names}"], title=f"no gradient arrives: {names} missing")
+            self._named(
+                "gradient-missing", [f"autograd returned nothing for {names}"], title=f"no gradient arrives: {names} missing"
+            )
 
     def _probe(self, observed: Observed) -> None:
         bench = probes.Bench(self.subject, self.problem, observed)
@@ -196,7 +204,7 @@ class Examination:
             return
         if any(f.id in ("race-lost-update", "input-changed", "accumulates-over-calls") for f in self.findings):
             return
-        ranked, problem, seen, cs, ids = self._candidates(values, comparisons, laws)
+        ranked, problem, _, cs, ids = self._candidates(values, comparisons, laws)
         if ranked and ranked[0].fits:
             self._add(verdict.from_explanation(ranked[0], ranked, problem, cs, ids))
             return
@@ -251,9 +259,11 @@ class Examination:
         title = f"{int(first.nonfinite.sum())} values of {first.name} are NaN or infinite{place}"
         self._named("nan-cell", lines, where, title=title, stage=first.name)
 
-    # --- writing -------------------------------------------------------------------------------------------------------------
+    # --- writing ------------------------------------------------------------------------------------------------------------
 
-    def _named(self, name: str, lines: list[str], where: Where | None = None, title: str = "", stage: str | None = None) -> None:
+    def _named(
+        self, name: str, lines: list[str], where: Where | None = None, title: str = "", stage: str | None = None
+    ) -> None:
         defect = BY_ID[name]
         self._add(
             Finding(
@@ -330,7 +340,9 @@ class Examination:
 def describe_problem(problem: Problem, level: str) -> dict[str, Any]:
     call = problem.call
     found: dict[str, Any] = {"recipe": problem.recipe, "seed": problem.seed, "dtype": str(call.q.dtype)[6:], "level": level}
-    found["shapes"] = {n: list(getattr(call, n).shape) for n in ("q", "k", "v", "bias", "sink", "tau", "gate") if getattr(call, n) is not None}
+    found["shapes"] = {
+        n: list(getattr(call, n).shape) for n in ("q", "k", "v", "bias", "sink", "tau", "gate") if getattr(call, n) is not None
+    }
     found["strides"] = {n: list(getattr(call, n).stride()) for n in ("q", "k", "v")}
     if call.varlen:
         found["cu_seqlens_q"], found["cu_seqlens_k"] = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()  # type: ignore
@@ -349,7 +361,9 @@ def judge_reference(report: Report, reference: Subject, problem: Problem) -> Non
         report.recipe["notes"].append(f"the reference {reference.name} agrees with the oracle")
         return
     title = f"your reference is at fault: {worst.title.replace('what runs', 'it')}"
-    fault = replace(worst, title=title, severity="test-fault", score=worst.score - 10 if report.verdict == "defect" else worst.score)
+    fault = replace(
+        worst, title=title, severity="test-fault", score=worst.score - 10 if report.verdict == "defect" else worst.score
+    )
     fault.evidence = [f"reference {reference.name} ({reference.location})", *worst.evidence]
     report.findings.append(fault)
     report.findings.sort(key=lambda f: -f.score)

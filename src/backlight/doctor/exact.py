@@ -1,7 +1,7 @@
 """Inputs for which every sum is exact in fp32 in any order (doctor.md 5.4).
 
-q = 0 makes p = 1/n; only rows with n a power of two receive dO. v holds small odd integers in +- pairs around an integer mean, dO
-is one-hot per row with an integer size that varies by row, k nearly cancels between its two halves: partial sums are large,
+q = 0 makes p = 1/n; only rows with n a power of two receive dO. v holds small odd integers in +- pairs around an integer mean,
+dO is one-hot per row with an integer size that varies by row, k nearly cancels between its two halves: partial sums are large,
 totals small. Harmless reordering then vanishes, a lost update or a 16-bit accumulator does not.
 """
 
@@ -66,8 +66,9 @@ def exact_problem(problem: Problem, which: str) -> Problem:
     columns = integers(0, dv, hq, rows.numel()).long()
     for h in range(hq):
         dy[0, h, rows, columns[h]] = sizes[h]
-    terms = {"bias": None if call.bias is None else torch.zeros_like(call.bias)}
-    exact = replace(call, q=q.to(dtype).to(device), k=k.to(dtype).to(device), v=v.to(dtype).to(device), **terms, _segments=None)
+    q, k, v = (x.to(dtype).to(device) for x in (q, k, v))
+    bias = None if call.bias is None else torch.zeros_like(call.bias)
+    exact = replace(call, q=q, k=k, v=v, bias=bias, _segments=None)
     return Problem(exact, dy.to(dtype).to(device), None, "integer", problem.seed)
 
 
@@ -81,7 +82,7 @@ def exact_arithmetic(subject: Subject, problem: Problem) -> Probe:
         trial = exact_problem(problem, which)
         out = subject.run(trial.call, trial.dy)[which].double()
         truth = oracle(trial.call, trial.dy, keep=(which,))[which]
-        # p = exp2(-log2 n) and a scale folded into q are right to one part in 1e7 of each summand; 16-bit sums are far above that
+        # p = exp2(-log2 n) and a scale folded into q are right to 1e-7 of each summand; 16-bit sums are far above that
         summands = Oracle(stages=SUMMANDS)(trial.call, trial.dy, keep=(which,))[which]
         slack = problem.eps * truth.abs() + 16 * torch.finfo(torch.float32).eps * summands
         off = (out - truth).abs() > slack
@@ -91,5 +92,7 @@ def exact_arithmetic(subject: Subject, problem: Problem) -> Probe:
             worst = max(worst, float((out - truth).abs().max()) / (trial.call.scale * 100 / LENGTH))
     if wrong:
         words = ", ".join(f"{count} values of {name}" for name, count in wrong.items())
-        return Probe("exact arithmetic", False, f"{words} are not exact, off by up to {worst:.2g} contributions", data={"wrong": wrong})
+        return Probe(
+            "exact arithmetic", False, f"{words} are not exact, off by up to {worst:.2g} contributions", data={"wrong": wrong}
+        )
     return Probe("exact arithmetic", True, f"0 of {total} values differ")

@@ -7,8 +7,9 @@ down would hide the kernel's own error behind the cast.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,6 @@ class Problem:
     dlse: Tensor | None = None
     recipe: str = "gaussian"
     seed: int = 0
-    passes: int = field(default=0, repr=False)
 
     @cached_property
     def truth(self) -> Trace:
@@ -79,8 +79,10 @@ class Problem:
         ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
         return Trace({n: self.truth[n] + (measured[n].double() - exact[n]).nan_to_num() * ratio for n in measured})
 
-    def replace(self, **changes: object) -> Problem:
-        return Problem(**{n: changes.get(n, getattr(self, n)) for n in ("call", "dy", "dlse", "recipe", "seed")})
+    def replace(self, **changes: Any) -> Problem:
+        """The same problem with some fields changed; nothing that was computed is carried over."""
+        kept: dict[str, Any] = {n: changes.get(n, getattr(self, n)) for n in ("call", "dy", "dlse", "recipe", "seed")}
+        return Problem(**kept)
 
 
 def _flipped(p, tau, n, visible):
@@ -92,11 +94,13 @@ def _flipped(p, tau, n, visible):
 
 
 def recast(call: Call, dtype: torch.dtype) -> Call:
-    tensors = {n: getattr(call, n) for n in ("q", "k", "v", "bias", "sink", "tau", "gate")}
-    return replace(call, **{n: None if x is None else x.to(dtype) for n, x in tensors.items()})
+    """The call with every tensor in another dtype."""
+    tensors: dict[str, Any] = {n: getattr(call, n) for n in ("q", "k", "v", "bias", "sink", "tau", "gate")}
+    cast: dict[str, Any] = {n: None if x is None else x.to(dtype) for n, x in tensors.items()}
+    return replace(call, **cast)
 
 
-# --- recipes -----------------------------------------------------------------------------------------------------------------
+# --- recipes ---------------------------------------------------------------------------------------------------------------
 
 
 def _gaussian(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -150,7 +154,7 @@ def make(
     gate: Tensor | None = None,
     cu_seqlens: tuple[Tensor, Tensor] | Tensor | None = None,
 ) -> Problem:
-    """Tensors of one recipe: q [B,Hq,S,D], k [B,kv_heads,sk,D], v [..,dv], dO like the output, learned terms as the spec asks."""
+    """Tensors of one recipe: q [B,Hq,S,D], k [B,kv_heads,sk,D], v [..,dv], dO like o, learned terms as the spec asks."""
     if recipe not in RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
     b, hq, sq, d = shape
@@ -166,7 +170,7 @@ def make(
     q, k, v, dy = draw(b, hq, sq, d), draw(b, hkv, sk, d), draw(b, hkv, sk, dv), draw(b, hq, sq, dv)
     q, k = RECIPES[recipe](q, k, spec.resolve_scale(d))
     parameter = torch.float64 if dtype == torch.float64 else torch.float32
-    terms: dict[str, Tensor] = {}
+    terms: dict[str, Any] = {}
     if spec.bias:
         terms["bias"] = bias if isinstance(bias, Tensor) else draw(hq, bias or spec.bias_origin + max(1, sk // 2)).to(parameter)
     if spec.sink:
@@ -176,13 +180,12 @@ def make(
         terms["tau"] = tau if isinstance(tau, Tensor) else (cycle if tau is None else torch.full((hq,), tau)).to(parameter)
     if spec.gate:
         terms["gate"] = gate if isinstance(gate, Tensor) else draw(b, hq, sq, dv).to(dtype)
-    call = Call(
-        spec,
-        *(x.to(dtype).to(device) for x in (q, k, v)),
-        **{name: x.to(device) for name, x in terms.items()},
-        cu_seqlens_q=None if cu_q is None else cu_q.to(device),
-        cu_seqlens_k=None if cu_k is None else (cu_q if cu_k is cu_q else cu_k).to(device),
-    )
+    q, k, v = (x.to(dtype).to(device) for x in (q, k, v))
+    placed: dict[str, Any] = {name: x.to(device) for name, x in terms.items()}
+    if cu_q is not None and cu_k is not None:
+        placed["cu_seqlens_q"] = cu_q.to(device)
+        placed["cu_seqlens_k"] = placed["cu_seqlens_q"] if cu_k is cu_q else cu_k.to(device)
+    call = Call(spec, q, k, v, **placed)
     return Problem(call, dy.to(dtype).to(device), None, recipe, seed)
 
 
@@ -192,7 +195,7 @@ def given(
     k: Tensor | None,
     v: Tensor | None,
     do: Tensor | None,
-    terms: dict[str, object],
+    terms: dict[str, Any],
     cu_seqlens: tuple[Tensor, Tensor] | Tensor | None,
     seed: int,
 ) -> Problem:
@@ -216,7 +219,7 @@ def shrink(problem: Problem, length: int = 256, heads: int = 2) -> Problem | Non
     length = min(length + call.q.shape[2] % 128, call.q.shape[2])
     hkv = min(heads, call.k.shape[1])
     hq, b = hkv * call.group, min(2, call.q.shape[0])
-    cut = {"q": call.q[:b, :hq, :length], "k": call.k[:b, :hkv, :length], "v": call.v[:b, :hkv, :length]}
+    cut: dict[str, Any] = {"q": call.q[:b, :hq, :length], "k": call.k[:b, :hkv, :length], "v": call.v[:b, :hkv, :length]}
     cut |= {n: getattr(call, n)[:hq] for n in ("bias", "sink", "tau") if getattr(call, n) is not None}
     if call.gate is not None:
         cut["gate"] = call.gate[:b, :hq, :length]

@@ -94,7 +94,7 @@ def get(name: str, call: Call) -> Layout:
     return Layout(name, b, (hq, hkv), (sq, sk), cu_q, cu_k)
 
 
-# --- the same values, other strides ------------------------------------------------------------------------------------------
+# --- the same values, other strides ----------------------------------------------------------------------------------------
 
 
 def transposed(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ COVER = 0.99
 ROW_TENSORS = ("o", "lse", "dq", "dgate")
 
 
-# --- the smallest description of a wrong set --------------------------------------------------------------------------------------
+# --- the smallest description of a wrong set -------------------------------------------------------------------------------
 
 
 def describe(energy: Tensor, name: str, call: Call) -> Where | None:
@@ -121,7 +121,7 @@ def diagonals(cells: Tensor, offset: int) -> dict[int, int]:
     return dict(zip(values[order].tolist(), counts[order].tolist(), strict=True))
 
 
-# --- local error ---------------------------------------------------------------------------------------------------------------
+# --- local error -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -176,5 +176,3 @@ def local_ratio(name: str, value: Tensor, local: Tensor, problem: Problem) -> tu
     cells = ratio(units.rms(error, CELL), unit)
     relative = float(ratio(error.norm(), size.norm()))
     return (float(cells.max()) if cells.numel() else 0.0), relative
-
-

@@ -1,7 +1,7 @@
 """Mutant oracles: the float64 oracle in flash form, with one thing changed.
 
 A real kernel's backward does not see the forward's weights: it recomputes scores from q and k, weights from the saved lse, and
-delta from the saved output. So a mutant has two halves, each an `Oracle` over the stages of `reference.trace`, and a defect is a
+delta from the saved output. So a mutant has two halves, each an `Oracle` over stages of `reference.trace`, and a defect is a
 change of a stage, of what a half sees, of the head map, or of the finished outputs. `run` evaluates it in float64 (to explain
 data) or in fp32 with operands rounded to the storage dtype (to be a broken kernel).
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +64,9 @@ class Half(Oracle):
     combine: str = "sum"
     only: frozenset[tuple[int, int]] | None = None
 
-    def _heads(self, call: Call, dy: Tensor | None, dlse: Tensor | None) -> Iterator[tuple[int, int, Segment, dict[str, object]]]:
+    def _heads(
+        self, call: Call, dy: Tensor | None, dlse: Tensor | None
+    ) -> Iterator[tuple[int, int, Segment, dict[str, object]]]:
         for b, h, segment, inputs in super()._heads(call, dy, dlse):
             if self.only is not None and not {(b, self.kv_head(h, call.group)), (b, h // call.group)} & self.only:
                 continue
@@ -171,7 +174,7 @@ def relayout(dy: Tensor, seen: Call) -> Tensor:
     return dy.transpose(1, 2) if dy.transpose(1, 2).shape[:3] == seen.q.shape[:3] else dy
 
 
-# --- small changes, in words ---------------------------------------------------------------------------------------------------
+# --- small changes, in words -----------------------------------------------------------------------------------------------
 
 
 def other_spec(**changes: object) -> Callable[[Call], Call]:
@@ -183,11 +186,12 @@ def other_spec(**changes: object) -> Callable[[Call], Call]:
     return sees
 
 
-def with_call(**changes: Callable[[Call], object]) -> Callable[[Call], Call]:
+def with_call(**changes: Callable[[Call], Any]) -> Callable[[Call], Call]:
     """The call with some tensors replaced."""
 
     def sees(call: Call) -> Call:
-        return replace(call, **{name: change(call) for name, change in changes.items()}, _segments=None)
+        changed: dict[str, Any] = {name: change(call) for name, change in changes.items()}
+        return replace(call, **changed, _segments=None)
 
     return sees
 

@@ -41,7 +41,11 @@ def ulp(comparisons: Mapping[str, Comparison], problem: Problem) -> Picture:
             continue
         bins = torch.bucketize(c.ulp.cpu(), edges, right=True).sub(1).clamp(min=0)
         counts[name] = torch.bincount(bins, minlength=len(EDGES)).tolist()
-    return Picture("ulp", f"distance from the oracle in units in the last place of {str(problem.call.q.dtype)[6:]}", {"edges": EDGES, "counts": counts})
+    return Picture(
+        "ulp",
+        f"distance from the oracle in units in the last place of {str(problem.call.q.dtype)[6:]}",
+        {"edges": EDGES, "counts": counts},
+    )
 
 
 def repeats(found: Probe) -> Picture:

@@ -1,8 +1,8 @@
 """Steps 3 and 4: experiments on the subject that need no reference, or only its own first answer (doctor.md 5.5).
 
 Each probe is a function of a `Bench` and returns a `Probe`; a failed one may carry the id of the defect it shows in
-`data["finding"]`. Probes never judge by a guessed tolerance: results must be equal bit for bit, or within a few units in the last
-place where the subject itself is not repeatable.
+`data["finding"]`. Probes never judge by a guessed tolerance: results must be equal bit for bit, or within a few units in the
+last place where the subject itself is not repeatable.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Bench:
             return Probe("", False, f"{what}: {_words(far)}", data={"finding": finding, "wrong": sorted(far)})
         return Probe("", True, "equal" if not found else f"equal up to {max(found.values()):.1f} eps")
 
-    def run(self, dy: Tensor | None = None, dlse: Tensor | None = None, problem: Problem | None = None, **layout: Any) -> Observed:
+    def run(
+        self, dy: Tensor | None = None, dlse: Tensor | None = None, problem: Problem | None = None, **layout: Any
+    ) -> Observed:
         problem = problem or self.problem
         return self.subject.run(problem.call, problem.dy if dy is None else dy, dlse, **layout)
 
@@ -68,7 +70,9 @@ def differences(a: Observed, b: Observed, eps: float) -> dict[str, float]:
 
 
 def _words(found: dict[str, float]) -> str:
-    return ", ".join(f"{n} by {d:.3g} eps" if d != float("inf") else f"{n} (finite against not finite)" for n, d in found.items())
+    return ", ".join(
+        f"{n} by {d:.3g} eps" if d != float("inf") else f"{n} (finite against not finite)" for n, d in found.items()
+    )
 
 
 def probe(name: str) -> Callable[[Callable[[Bench], Probe]], Callable[[Bench], Probe]]:
@@ -94,7 +98,7 @@ def gradients(observed: Observed) -> dict[str, Tensor]:
     return {n: x for n, x in observed.values.items() if n.startswith("d") and n not in ("delta", "dp", "ds")}
 
 
-# --- quick ------------------------------------------------------------------------------------------------------------------
+# --- quick -----------------------------------------------------------------------------------------------------------------
 
 
 @probe("expanded dO")
@@ -105,7 +109,9 @@ def expanded_do(bench: Bench) -> Probe:
     found = differences(plain, expanded, bench.problem.eps)
     result = bench.equal(found, "an expanded dO (strides 0) changes the gradients", "do-stride")
     if result.passed is False:
-        result.data["gains"] = {n: head_gains(plain[n], expanded[n]) for n in ("dq", "dk", "dv") if n in plain and n in expanded}
+        result.data["gains"] = {
+            n: head_gains(plain[n], expanded[n]) for n in ("dq", "dk", "dv") if n in plain and n in expanded
+        }
     return result
 
 
@@ -122,7 +128,9 @@ def zero_do(bench: Bench) -> Probe:
     wrong = {n: count for n, count in wrong.items() if count}
     if wrong:
         words = ", ".join(f"{count} values of {n}" for n, count in wrong.items())
-        return Probe("", False, f"dO = 0 must give zero gradients: {words} are not 0", data={"finding": "accumulates-over-calls"})
+        return Probe(
+            "", False, f"dO = 0 must give zero gradients: {words} are not 0", data={"finding": "accumulates-over-calls"}
+        )
     return Probe("", True, "all gradients exactly 0")
 
 
@@ -155,7 +163,7 @@ def poison(bench: Bench) -> Probe:
     for value in (float("nan"), 1e4):
         with poisoned(value):
             runs.append(bench.run())
-    found = differences(*runs, bench.problem.eps)
+    found = differences(runs[0], runs[1], bench.problem.eps)
     exposed = {n: d for n, d in found.items() if d == float("inf")}
     result = bench.equal(found, "what fresh memory holds changes the result", "stale-rows")
     if exposed:
@@ -186,7 +194,11 @@ def negated_v(bench: Bench) -> Probe:
     if torch.equal(out["o"], bench.base["o"]) and bool((bench.base["o"] != 0).any()):
         return Probe("", False, "o is bit for bit the same after v changed its sign", data={"finding": "cached-result"})
     off = distance(-out["o"], bench.base["o"]) / bench.problem.eps
-    return Probe("", True, f"o follows v ({off:.1f} eps)") if off <= CLOSE else Probe("", None, "o is not odd in v; judged elsewhere")
+    return (
+        Probe("", True, f"o follows v ({off:.1f} eps)")
+        if off <= CLOSE
+        else Probe("", None, "o is not odd in v; judged elsewhere")
+    )
 
 
 @probe("repeats")
@@ -194,7 +206,7 @@ def repeat_once(bench: Bench) -> Probe:
     return _repeats(bench, 2)
 
 
-# --- full -------------------------------------------------------------------------------------------------------------------
+# --- full ------------------------------------------------------------------------------------------------------------------
 
 
 @probe("repeats")
@@ -251,7 +263,9 @@ def input_layouts(bench: Bench) -> Probe:
 def doubled_do(bench: Bench) -> Probe:
     """Gradients are linear in dO, and doubling is exact in binary."""
     out = bench.run(bench.problem.dy * 2)
-    found = {n: distance(x, gradients(bench.base)[n] * 2) / bench.problem.eps for n, x in gradients(out).items() if n in bench.base}
+    found = {
+        n: distance(x, gradients(bench.base)[n] * 2) / bench.problem.eps for n, x in gradients(out).items() if n in bench.base
+    }
     found = {n: d for n, d in found.items() if d > 0}
     return bench.equal(found, "2 dO does not give twice the gradients", "open")
 
@@ -266,7 +280,9 @@ def permuted_heads(bench: Bench) -> Probe:
     flip |= {n: getattr(call, n).flip(0) for n in ("bias", "sink", "tau") if getattr(call, n) is not None}
     out = bench.subject.run(replace(call, **flip), problem.dy.flip(1))
     back = {n: x.flip(1) if x.dim() >= 3 else x.flip(0) for n, x in out.values.items()}
-    return bench.equal(differences(bench.base, Observed(back), problem.eps), "reversing the heads does not reverse the results", "open")
+    return bench.equal(
+        differences(bench.base, Observed(back), problem.eps), "reversing the heads does not reverse the results", "open"
+    )
 
 
 @probe("one entry alone")
@@ -299,7 +315,7 @@ def forbidden(bench: Bench) -> Probe:
     k[:, :, keys:], v[:, :, keys:], dy[:, :, rows:] = 30.0, 1e3, 0.0
     plain = bench.run(dy)
     out = bench.subject.run(replace(call, k=k, v=v), dy)
-    cut = {n: rows for n in ("o", "lse", "dq")} | {"dk": keys, "dv": keys}
+    cut = dict.fromkeys(("o", "lse", "dq"), rows) | {"dk": keys, "dv": keys}
     a, b = (Observed({n: x[:, :, : cut[n]] for n, x in r.values.items() if n in cut}) for r in (plain, out))
     return bench.equal(differences(a, b, problem.eps), "hidden positions change rows that cannot see them", "open")
 

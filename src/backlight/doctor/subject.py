@@ -94,7 +94,9 @@ class Subject:
             raise ValueError(f"layout must be 'auto' or one of {', '.join(layouts.NAMES)}, got {self.layout!r}")
         if not self.name:
             target = _unwrap(self.forward)
-            self.name = type(target).__name__ if isinstance(target, nn.Module) else getattr(target, "__qualname__", repr(target))
+            self.name = (
+                type(target).__name__ if isinstance(target, nn.Module) else getattr(target, "__qualname__", repr(target))
+            )
 
     def with_layout(self, layout: str) -> Subject:
         return replace(self, layout=layout)
@@ -174,7 +176,18 @@ class Subject:
         out = _as_dict(_invoke(self.forward, inputs, extras | dict(self.fixed)), ("o", "lse"))
         return isinstance(out.get("lse"), Tensor) and out["lse"].requires_grad
 
-    def _backward(self, call, out, inputs, counted, extras, dy, dlse, layout, do_layout) -> dict[str, Tensor | None]:
+    def _backward(
+        self,
+        call: Call,
+        out: Mapping[str, Any],
+        inputs: Mapping[str, Tensor],
+        counted: Sequence[str],
+        extras: dict[str, Any],
+        dy: Tensor | None,
+        dlse: Tensor | None,
+        layout: layouts.Layout,
+        do_layout: Callable[[Tensor], Tensor],
+    ) -> dict[str, Tensor | None]:
         if dy is None:
             dy = torch.zeros_like(call.q[..., :1]).expand(*call.q.shape[:3], call.v.shape[-1])
         do = do_layout(layout.give(dy.detach()))
@@ -268,7 +281,7 @@ def _invoke(function: Callable[..., Any], tensors: dict[str, Tensor], extras: di
     spelled = {n: next((w for w in TENSORS[n] if accepted is None or w in accepted), None) for n in tensors}
     if accepted is None or any(word is None for word in spelled.values()):
         return function(*tensors.values(), **extras)
-    return function(**{spelled[n]: x for n, x in tensors.items()}, **extras)  # type: ignore[misc]
+    return function(**{str(spelled[n]): x for n, x in tensors.items()}, **extras)
 
 
 def _invoke_backward(function: Callable[..., Any], told: dict[str, Any], extras: dict[str, Any]) -> Any:

@@ -89,7 +89,7 @@ def backward_weights(subject: Subject, problem: Problem) -> Recovered:
 
 
 def score_gradient(subject: Subject, problem: Problem) -> Recovered:
-    """ds (dx under a soft-cap): orthogonal rows of q in blocks of at most D, dO confined to one block and one head per group."""
+    """ds (dx under a soft-cap): orthogonal rows of q in blocks of at most D, dO in one block and one head per group."""
     call = neutral(problem.call)
     b, hq, sq, d = call.q.shape
     sk = call.k.shape[2]
@@ -112,7 +112,7 @@ def score_gradient(subject: Subject, problem: Problem) -> Recovered:
 
 
 def _judge(name: str, value: Tensor, truth: Tensor, call: Call, exact: bool = True) -> Recovered:
-    hidden = truth == 0 if call.varlen else ~call.spec.allowed(*truth.shape[-2:], truth.device).expand_as(truth)
+    hidden = truth == 0 if call.varlen else ~call.spec.allowed(truth.shape[-2], truth.shape[-1], truth.device).expand_as(truth)
     if not exact:
         none = torch.zeros_like(hidden)
         return Recovered(name, value, truth, none, none)

@@ -18,7 +18,7 @@ from backlight.doctor.explain import Explanation
 from backlight.doctor.inputs import Problem, recast
 from backlight.doctor.invariants import Identity
 from backlight.doctor.localise import describe, local_ratio, worst_cell
-from backlight.doctor.report.model import STAGE_ORDER, Finding, Probe, StageRow, Where
+from backlight.doctor.report.model import STAGE_ORDER, Confidence, Finding, Probe, StageRow, Where
 from backlight.reference import Oracle
 from backlight.reference.eager import UNROUNDED
 
@@ -85,7 +85,7 @@ def _note(c: Comparison, problem: Problem) -> str:
     return where.text if where is not None and where.text != "everywhere" else ""
 
 
-# --- findings ------------------------------------------------------------------------------------------------------------------
+# --- findings --------------------------------------------------------------------------------------------------------------
 
 
 def evidence(comparisons: Mapping[str, Comparison], identities: list[Identity], bad_only: bool = True) -> list[str]:
@@ -104,12 +104,18 @@ def evidence(comparisons: Mapping[str, Comparison], identities: list[Identity], 
         lines.append("right: " + ", ".join(fine))
     for i in identities:
         if not i.holds:
-            lines.append(f"identity {i.name} ({i.law}) fails at {i.ratio:.3g} x its floor; sides differ by the factor {i.gain:.4g}")
+            lines.append(
+                f"identity {i.name} ({i.law}) fails at {i.ratio:.3g} x its floor; sides differ by the factor {i.gain:.4g}"
+            )
     return lines
 
 
 def from_explanation(
-    best: Explanation, ranked: list[Explanation], problem: Problem, comparisons: Mapping[str, Comparison], identities: list[Identity]
+    best: Explanation,
+    ranked: list[Explanation],
+    problem: Problem,
+    comparisons: Mapping[str, Comparison],
+    identities: list[Identity],
 ) -> Finding:
     """The finding of a mutant that reproduces the data."""
     others = [e for e in ranked if e.defect.id != best.defect.id]
@@ -136,8 +142,8 @@ def from_explanation(
 def where_of(comparisons: Mapping[str, Comparison], problem: Problem) -> Where | None:
     """The place of the first bad quantity that is narrower than everywhere."""
     bad = [c for c in comparisons.values() if c.bad]
-    found = [describe(c.energy, c.name, problem.call) for c in sorted(bad, key=lambda c: ORDER.index(c.name))]
-    found = [w for w in found if w is not None]
+    places = [describe(c.energy, c.name, problem.call) for c in sorted(bad, key=lambda c: ORDER.index(c.name))]
+    found = [w for w in places if w is not None]
     return next((w for w in found if w.text != "everywhere"), found[0] if found else None)
 
 
@@ -206,22 +212,31 @@ def precision_finding(problem: Problem, comparisons: Mapping[str, Comparison], p
     identifier = "precision-scores" if low and forward_too else "precision-accumulation"
     shown = low or confirmed
     names = ", ".join(c.name for c in shown)
-    lines = [f"{c.name}: {c.versus_flash:.2f} x the error of a flash kernel, worst cell {c.rho_a:.2f} x plain PyTorch" for c in shown]
+    lines = [
+        f"{c.name}: {c.versus_flash:.2f} x the error of a flash kernel, worst cell {c.rho_a:.2f} x plain PyTorch" for c in shown
+    ]
     if exact is not None:
         lines.append(f"exact-arithmetic probe: {exact.detail}")
     defect = BY_ID[identifier]
-    title = defect.title if identifier == "precision-scores" else f"{names}: accumulated in 16 bits, errors grow with the number of tiles"
+    title = (
+        defect.title
+        if identifier == "precision-scores"
+        else f"{names}: accumulated in 16 bits, errors grow with the number of tiles"
+    )
     worst = max(shown, key=lambda c: c.versus_flash)
+    place = worst_cell(worst)
     mechanism = "established (exact inputs do not come out exact)" if confirmed else "open"
-    confidence = "high" if confirmed else "medium"
+    confidence: Confidence = "high" if confirmed else "medium"
     return Finding(
-        identifier, title, "precision", worst.name, worst_cell(worst), lines, mechanism, confidence, defect.next_check, None, 30.0
+        identifier, title, "precision", worst.name, place, lines, mechanism, confidence, defect.next_check, None, 30.0
     )  # fmt: skip
 
 
 def lower_precision(problem: Problem, comparisons: Mapping[str, Comparison]) -> Finding | None:
     """fp32 in, but the errors of a narrower format throughout: TF32 or 16-bit arithmetic, and nothing else wrong."""
-    if problem.call.q.dtype != torch.float32 or any(bool(c.nonfinite.any() or c.stray_zeros.any()) for c in comparisons.values()):
+    if problem.call.q.dtype != torch.float32 or any(
+        bool(c.nonfinite.any() or c.stray_zeros.any()) for c in comparisons.values()
+    ):
         return None
     for format_, words in ((torch.float16, "TF32 or fp16"), (torch.bfloat16, "bf16")):
         storage: torch.dtype = format_

@@ -7,6 +7,7 @@ import torch
 from backlight.call import Call
 from backlight.doctor.defects.defect import Defect, always, causal, has, lengths_differ, windowed
 from backlight.doctor.defects.masks import CAUSAL, WINDOW, window_edges, without_causal
+from backlight.doctor.defects.terms import no_bias
 from backlight.doctor.mutants import Mutant, Outputs, other_spec, top_left, with_call
 
 
@@ -176,7 +177,7 @@ DEFECTS = [
         "mutant of the call",
         "Set the bias to 0: the comparison must turn healthy.",
         needs=has("bias"),
-        variants=always(Mutant(sees=with_call(bias=lambda call: torch.zeros_like(call.bias)))),
+        variants=always(Mutant(sees=no_bias)),
         severity="test-fault",
         demo={"spec": {"causal": True, "bias": True}},
     ),

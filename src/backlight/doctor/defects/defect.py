@@ -64,7 +64,7 @@ def always(*mutants: Mutant) -> Variants:
     return lambda call: mutants
 
 
-# --- what a call must have ------------------------------------------------------------------------------------------------------
+# --- what a call must have -------------------------------------------------------------------------------------------------
 
 
 def square(call: Call) -> bool:

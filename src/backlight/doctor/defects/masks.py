@@ -93,7 +93,7 @@ def _unguarded(s, lse):
     return torch.exp(s - lse[:, None])
 
 
-# --- tails ------------------------------------------------------------------------------------------------------------------------
+# --- tails -----------------------------------------------------------------------------------------------------------------
 
 
 def tails(length: int) -> list[int]:
@@ -155,7 +155,9 @@ def lost_key_tile(call: Call) -> list[Mutant]:
 
         return dq
 
-    return [Mutant(backward={"dq": without(*span)}, detail=f"keys {span[0]} to {span[1] - 1}") for span in spans(call.k.shape[2])]
+    return [
+        Mutant(backward={"dq": without(*span)}, detail=f"keys {span[0]} to {span[1] - 1}") for span in spans(call.k.shape[2])
+    ]
 
 
 def lost_row_tile(call: Call) -> list[Mutant]:
@@ -180,7 +182,7 @@ def lost_row_tile(call: Call) -> list[Mutant]:
     return found
 
 
-# --- packed -----------------------------------------------------------------------------------------------------------------------
+# --- packed ----------------------------------------------------------------------------------------------------------------
 
 one_sequence = with_call(cu_seqlens_q=lambda call: None, cu_seqlens_k=lambda call: None)
 

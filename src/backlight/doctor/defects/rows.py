@@ -89,7 +89,8 @@ DEFECTS = [
         "mutant; rows with lse = 0 are right",
         "Multiply the saved lse by ln 2 (or log2 e): the comparison must turn healthy.",
         variants=always(
-            saved_lse(lambda lse: lse * LOG2E, "base 2 read as natural"), saved_lse(lambda lse: lse * LN2, "natural read as base 2")
+            saved_lse(lambda lse: lse * LOG2E, "base 2 read as natural"),
+            saved_lse(lambda lse: lse * LN2, "natural read as base 2"),
         ),
         demo=CAUSAL,
     ),

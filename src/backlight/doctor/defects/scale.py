@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import Tensor
 
 from backlight.call import Call
 from backlight.doctor.constants import is_repetition, times
@@ -20,7 +22,7 @@ def scaled(names: tuple[str, ...], factor: float, detail: str = "") -> Mutant:
     return Mutant(finish=finish, detail=detail or f"{factor:.4g} times what it should be")
 
 
-def one_constant(*names: str):
+def one_constant(*names: str) -> Callable[[Mapping[str, float], Call], Iterable[Mutant]]:
     """Mutants from the measured gain of `names`, when they agree and the others are untouched."""
 
     def fitted(gains: Mapping[str, float], call: Call) -> Iterable[Mutant]:
@@ -56,7 +58,7 @@ def _scale_entry(name: str, does: str, factor: float) -> Defect:
     )
 
 
-def scores_factor(factor: float):
+def scores_factor(factor: float) -> Callable[..., Tensor]:
     def x(q, k, scale):
         return factor * scale * (q @ k.mT)
 

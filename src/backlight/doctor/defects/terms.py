@@ -119,6 +119,17 @@ def _sinkless_delta(dy, y, p_sink):
     return (dy * y).sum(dim=-1) / (1 - p_sink).clamp(min=1e-30)
 
 
+def _zero_table(call: Call) -> Tensor:
+    assert call.bias is not None
+    return torch.zeros_like(call.bias)
+
+
+def _head_0_table(call: Call) -> Tensor:
+    assert call.bias is not None
+    return call.bias[:1].expand_as(call.bias)
+
+
+no_bias, head_0_table = with_call(bias=_zero_table), with_call(bias=_head_0_table)
 BIAS = {"spec": {"causal": True, "bias": True}}
 TAU = {"spec": {"causal": True, "tau": True}}
 SINK = {"spec": {"causal": True, "sink": True}}
@@ -135,7 +146,7 @@ DEFECTS = [
         "mutant",
         "Set the bias to 0: the comparison must turn healthy.",
         needs=has("bias"),
-        variants=always(Mutant(sees_backward=with_call(bias=lambda call: torch.zeros_like(call.bias)))),
+        variants=always(Mutant(sees_backward=no_bias)),
         demo=BIAS,
     ),
     Defect(
@@ -240,7 +251,7 @@ DEFECTS = [
         "mutant",
         "Make the table equal in all heads: the comparison must turn healthy.",
         needs=lambda call: call.bias is not None and call.q.shape[1] > 1,
-        variants=always(Mutant(sees=with_call(bias=lambda call: call.bias[:1].expand_as(call.bias)))),
+        variants=always(Mutant(sees=head_0_table)),
         demo=BIAS,
     ),
     Defect(
