@@ -17,9 +17,6 @@ from backlight.call import Call
 from backlight.config import Config
 from backlight.spec import LN2, LOG2E
 
-# |exponents| up to here leave room for sums over any length and for large values of v
-SAFE_EXPONENT = 48.0
-
 
 def forward(call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     dv = call.v.shape[-1]
@@ -62,32 +59,26 @@ def _softmax_sweep(
 ) -> tuple[Tensor, Tensor]:
     """Eq. 31: (lse [N, rows, 1], o [N, rows, Dv]) of the started block; o has no columns when only lse is wanted."""
     n, rows, _ = scores.q.shape
-    # where no exponential can leave the range of fp32, a maximum of 0 is as good as the true one and needs no looking for
-    small = scores.reach() <= SAFE_EXPONENT and (sink is None or bool((sink.abs() * LOG2E <= SAFE_EXPONENT).all()))
-    m = v.new_full((n, rows, 1), 0.0 if small else -math.inf, dtype=scores.dtype)
-    l = torch.zeros_like(m)  # noqa: E741 - the letter of eq. 31
-    if sink is not None:
-        sink2 = scores.block.repeat_positions(sink * LOG2E)
-        m = m if small else sink2
-        l = torch.exp2(sink2 - m)  # noqa: E741
+    if sink is None:
+        m = v.new_full((n, rows, 1), -math.inf, dtype=scores.dtype)
+        l = torch.zeros_like(m)  # noqa: E741 - the letter of eq. 31
+    else:
+        m = scores.block.repeat_positions(sink * LOG2E)
+        l = torch.ones_like(m)  # noqa: E741
     acc = v.new_zeros(n, rows, v.shape[-1] if with_output else 0, dtype=scores.dtype)
     for tile in block_tiles:
         part = scores.block.part(tile)
         s2 = scores.tile(tile)
-        l_part, acc_part = l[:, part], acc[:, part]
-        if not small:
-            m_old = m[:, part]
-            m_new = torch.maximum(m_old, s2.amax(dim=-1, keepdim=True))
-            m_safe = m_new.masked_fill(m_new == -math.inf, 0)
-            rescale = torch.exp2(m_old - m_safe)
-            s2.sub_(m_safe)
-            l_part.mul_(rescale)
-            acc_part.mul_(rescale)
-            m_old.copy_(m_new)
-        p = s2.exp2_()
-        l_part.add_(p.sum(dim=-1, keepdim=True))
+        m_old, l_part, acc_part = m[:, part], l[:, part], acc[:, part]
+        m_new = torch.maximum(m_old, s2.amax(dim=-1, keepdim=True))
+        m_safe = m_new.masked_fill(m_new == -math.inf, 0)
+        rescale = torch.exp2(m_old - m_safe)
+        p = s2.sub_(m_safe).exp2_()
+        l_part.mul_(rescale).add_(p.sum(dim=-1, keepdim=True))
         if with_output:
+            acc_part.mul_(rescale)
             add_product_(acc_part, p.to(v.dtype), v[:, tile.j0 : tile.j1])
+        m_old.copy_(m_new)
     lse = (m + torch.log2(l)) * LN2
     return lse, acc.div_(l.masked_fill(l == 0, 1))
 

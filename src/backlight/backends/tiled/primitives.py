@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -136,11 +136,6 @@ class Workspace:
 # --- scores ------------------------------------------------------------------------------------------------------------------
 
 
-def longest_row(x: Tensor) -> float:
-    """Largest Euclidean norm of a row; NaN where there is one, which no bound is larger than."""
-    return float(torch.linalg.vector_norm(x, dim=-1).amax()) if x.numel() else 0.0
-
-
 class Scores:
     """Base-2 logits of a slab's tiles (eq. 4-7), the same code for every sweep of both directions.
 
@@ -157,21 +152,12 @@ class Scores:
         self.folded = self.operand == self.dtype
         self.bias = Bias(call, slab) if call.bias is not None else None
         self.tanh: Tensor | None = None
-        self._k_norm = longest_row(self.k) if self.folded and self.k.device.type == "cpu" else math.inf
 
     def start(self, block: Block) -> None:
         self.block = block
         self.q = block.rows_of(self.call.q).to(self.operand)
         if self.folded:
             self.q = self.q * self.factor
-
-    def reach(self) -> float:
-        """A bound on |s * log2(e)| of the started block, by Cauchy-Schwarz; inf where finding one would wait for a device."""
-        if self._k_norm == math.inf:
-            return math.inf
-        x = longest_row(self.q) * self._k_norm
-        capped = x if self.spec.softcap is None else min(x, 1.0) * self.spec.softcap * LOG2E
-        return capped if self.bias is None else capped + self.bias.largest
 
     @property
     def dk_factor(self) -> float:
@@ -230,10 +216,6 @@ class Bias:
         table = heads_of(call.bias, slab, call.group, call.accumulator_dtype)
         self.mirrored = (table * LOG2E).flip(-1)
         self.length = table.shape[-1]
-
-    @cached_property
-    def largest(self) -> float:
-        return float(self.mirrored.abs().amax())
 
     def _overlap(self, tile: Tile) -> tuple[int, int, int, int] | None:
         """Keys [j0, j1) whose distances meet the table, and the mirrored columns [m0, m1) they read (ends may overhang)."""
