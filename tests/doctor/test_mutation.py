@@ -45,7 +45,14 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", catalogue.names())
+def demos() -> list:
+    """Every entry; in the default run those that no mutant can show, and the first of each family."""
+    first = {defects[0].id for defects in catalogue.families().values()}
+    quick = {defect.id for defect in catalogue.DEFECTS if defect.variants is None} | first
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in catalogue.names()]
+
+
+@pytest.mark.parametrize("name", demos())
 def test_broken_kernel_is_found(name: str) -> None:
     report = doctor.diagnose(broken.subject(name), **arguments(name, SMALLER))
     expect_found(report, name)

@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from backlight.doctor.defects import calls, heads, masks, rows, scale, terms
 from backlight.doctor.defects.defect import Defect
+from backlight.spec import AttentionSpec
 
 # earlier groups win ties: the plainest explanation first
 DEFECTS: tuple[Defect, ...] = (
@@ -53,10 +56,6 @@ def mutable() -> Iterator[Defect]:
 
 def demo_arguments(name: str) -> dict[str, Any]:
     """Keyword arguments of `diagnose` that show the defect: spec, shape, level and what else it needs."""
-    import torch
-
-    from backlight.spec import AttentionSpec
-
     demo = dict(get(name).demo)
     spec = AttentionSpec(**demo.pop("spec", {}))
     arguments: dict[str, Any] = {"spec": spec, "shape": DEMO_SHAPE, "dtype": torch.bfloat16} | demo

@@ -15,7 +15,7 @@ from backlight.doctor.invariants import identities
 from backlight.doctor.probes import Bench
 from backlight.doctor.report.model import Picture, Probe, StageRow
 from backlight.doctor.verdict import from_explanation
-from backlight.reference import eager
+from backlight.reference import eager, oracle
 
 if TYPE_CHECKING:
     from backlight.doctor.diagnose import Examination
@@ -67,14 +67,8 @@ def _limit(found: tomography.Recovered, problem: inputs.Problem) -> float:
     """What plain PyTorch's rounding would do to the same matrix, with room for the probe's own inversion."""
     name = {"p": "a", "p (bwd)": "a", "ds": "dx"}[found.name]
     yardstick = eager(problem.call, problem.dy, keep=(name,))[name].double()
-    truth = problem_truth(problem, name)
+    truth = oracle(problem.call, problem.dy, keep=(name,))[name]
     return 4 * float((yardstick - truth).norm() / truth.norm().clamp(min=1e-300)) + 8 * problem.eps
-
-
-def problem_truth(problem: inputs.Problem, name: str) -> torch.Tensor:
-    from backlight.reference import oracle
-
-    return oracle(problem.call, problem.dy, keep=(name,))[name]
 
 
 def _inherit(examination: Examination) -> None:
@@ -82,16 +76,11 @@ def _inherit(examination: Examination) -> None:
     order = ("p", "p (bwd)", "ds")
     recovered = sorted(examination.extra_rows, key=lambda r: order.index(r.name))
     wrong = [r for r in recovered if r.status == "culprit"]
-    forward_wrong = any(r.name in ("o", "lse") and r.status in ("culprit", "suspect") for r in examination.rows)
     for row in wrong[1:]:
         row.status = "inherited"
-    if wrong:
-        early = {"p": ("lse", "o"), "p (bwd)": (), "ds": ()}[wrong[0].name]
-        for row in examination.rows:
-            if row.status == "culprit" and (row.name in early or row.name.startswith("d") or wrong[0].name == "p"):
-                row.status = "inherited"
-    elif forward_wrong:
-        return
+    for row in examination.rows if wrong else ():
+        if row.status == "culprit" and (wrong[0].name == "p" or row.name.startswith("d")):
+            row.status = "inherited"
 
 
 def _support(found: tomography.Recovered) -> Picture:

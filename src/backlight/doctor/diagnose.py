@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight.call import Call
-from backlight.doctor import convention, inputs, probes, verdict
+from backlight.doctor import convention, deep, inputs, probes, verdict
 from backlight.doctor.catalogue import BY_ID
 from backlight.doctor.compare import TRUTH_OF, Comparison, compare
 from backlight.doctor.environment import environment, self_check
@@ -28,7 +27,6 @@ from backlight.spec import AttentionSpec
 LEVELS = ("quick", "full", "forensic")
 # above this many score entries the explaining oracle passes move to a smaller problem of the same kind
 EXPLAIN_CELLS = 16 * 512 * 512
-TOMOGRAPHY_LENGTH = 512
 # a probe that caught the subject in the act outranks an explanation of a single run
 PROBE_SCORES = {"input-changed": 130.0, "stale-rows": 120.0, "race-lost-update": 115.0, "accumulates-over-calls": 112.0}
 
@@ -166,8 +164,6 @@ class Examination:
                 self._probe_finding(found)
         self._one_cause()
         if self.level != "quick":
-            from backlight.doctor import deep
-
             deep.run(self, bench)
 
     def _probe_finding(self, found: Probe) -> None:
@@ -369,6 +365,3 @@ def judge_reference(report: Report, reference: Subject, problem: Problem) -> Non
     report.findings.sort(key=lambda f: -f.score)
     if report.verdict != "defect":
         report.headline = f"the kernel is healthy; {title}"
-
-
-__all__ = ["Call", "Examination", "diagnose"]

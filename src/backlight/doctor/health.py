@@ -6,6 +6,7 @@ from typing import Any
 
 from backlight.doctor.diagnose import diagnose
 from backlight.doctor.report.model import Report
+from backlight.doctor.report.terminal import text
 from backlight.spec import AttentionSpec
 
 
@@ -14,7 +15,7 @@ class Unhealthy(AssertionError):
 
     def __init__(self, report: Report):
         self.report = report
-        super().__init__(_message(report))
+        super().__init__(text(report))
 
 
 def assert_healthy(subject: Any, spec: AttentionSpec, *args: Any, allow_precision: bool = False, **kwargs: Any) -> Report:
@@ -27,9 +28,3 @@ def assert_healthy(subject: Any, spec: AttentionSpec, *args: Any, allow_precisio
     if report.verdict not in accepted or any(f.severity == "test-fault" for f in report.findings):
         raise Unhealthy(report)
     return report
-
-
-def _message(report: Report) -> str:
-    from backlight.doctor.report.terminal import text
-
-    return text(report)
