@@ -423,8 +423,8 @@ WRAPPERS: dict[str, Callable[[], Wrapped]] = {
     "input-changed": ChangesQ,
     "cached-result": Remembers,
 }
-# what a wrapper or an edit of this backend cannot express: it never visits hidden tiles, holds no soft-maxed matrix to mask
-# afterwards, has no 16-bit accumulators on a CPU, sums in a fixed order, and its output is always in the graph
+# not expressible here (hidden tiles are never visited, no 16-bit sums on a CPU, sums in a fixed order, an output that is
+# always in the graph), or not written yet: call-layout, dtau-survivors, empty-rows-mean, varlen-short
 NOT_INJECTED = {
     "atomics-reorder",
     "call-layout",

@@ -1,7 +1,9 @@
 """Every entry of the catalogue, injected, is found; the right name ranks first for at least 95 % of them.
 
 Twice: as the broken kernels that the demos use (the mutant itself run as a kernel, so bug and mutant share code), and as faults
-of the tiled backend, which shares no code with the mutants: its source text is edited, or its entry points are wrapped.
+of the tiled backend. There the arithmetic is the backend's own. A defect that sits inside it is an edit of its source text and
+shares nothing with the mutant; a defect of what goes in or comes out (another spec, another dO, a factor) is often the mutant's
+own change of inputs or outputs put around the backend, which is an easier test: `injection.EDITS`, `WRAPPERS` and the rest.
 """
 
 from __future__ import annotations
