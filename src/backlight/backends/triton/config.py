@@ -1,7 +1,7 @@
 """Tile sizes of the Triton kernels: the shipped table of a measured card, a heuristic elsewhere.
 
-Neither looks at lengths, so that a new length never makes a kernel compile again. The dq kernel sums diagonals of tiles that
-are at least as wide as high: with a bias its block_m may not exceed its block_n.
+Neither looks at lengths, so that a new length never makes a kernel compile again. The dbias kernel sums diagonals of tiles
+that are at least as wide as high: its block_m may not exceed its block_n.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import torch
 
 from backlight.call import Call
 from backlight.config import resolve
 
-KERNELS = ("forward", "dq", "dkdv")
+KERNELS = ("forward", "dq", "dkdv", "dbias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,17 @@ class KernelConfig:
     block_n: int
     num_warps: int
     num_stages: int
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        """Keywords of a kernel launch. Fused multiply-adds are asked for by name: Triton's default is about to change."""
+        return {
+            "BM": self.block_m,
+            "BN": self.block_n,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": True,
+        }
 
 
 def config_of(kernel: str, call: Call) -> KernelConfig:
@@ -43,7 +55,7 @@ def width_of(call: Call) -> int:
 def variant_of(call: Call) -> str:
     """What decides between tables: the term that costs most, then whether tiles are cut by a mask."""
     if call.tau is not None:
-        return "tau"
+        return "lazy"
     if call.bias is not None:
         return "bias"
     return "causal" if call.spec.masked else "full"
@@ -62,9 +74,7 @@ def shipped(kernel: str, call: Call) -> KernelConfig | None:
     if call.q.device.type != "cuda" or call.q.dtype == torch.float32:
         return None
     device = torch.cuda.get_device_name(call.q.device).replace(" ", "-").lower()
-    found = _table(device).get(f"{kernel}/{max(64, width_of(call))}/{variant_of(call)}")
-    too_high = kernel == "dq" and call.bias is not None and found is not None and found.block_m > found.block_n
-    return None if too_high else found
+    return _table(device).get(f"{kernel}/{max(64, width_of(call))}/{variant_of(call)}")
 
 
 def heuristic(kernel: str, call: Call) -> KernelConfig:
@@ -77,4 +87,4 @@ def heuristic(kernel: str, call: Call) -> KernelConfig:
         return KernelConfig(128, 64, 8, 3) if call.tau is None else KernelConfig(128, 64, 4, 2)
     if width > 128:
         return KernelConfig(32, 64, 8, 1)
-    return KernelConfig(64, 64, 4, 3 if width <= 64 else 2)
+    return KernelConfig(64, 64, 4, 2)

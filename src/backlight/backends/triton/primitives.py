@@ -1,8 +1,10 @@
-"""Device code that every Triton kernel shares: geometry, scores, mask, elastic weights, loads.
+"""Device code that every Triton kernel shares: arguments, geometry, scores, mask, elastic weights, loads.
 
-Written once, used by both directions. Functions are elementwise over `position` (i' of eq. 1) and `key`, so the same code
-serves [rows, keys] tiles in the forward and dq kernels and [keys, rows] tiles in the dk/dv kernel. Logits are in base 2.
+Written once, used by both directions. Elementwise functions take `position` (i' of eq. 1) and `key`, so the same code serves
+[rows, keys] tiles in the forward, dq and dbias kernels and [keys, rows] tiles in the dk/dv kernel. Logits are in base 2.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -12,10 +14,64 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 # a range of tiles is visited in five phases: masked, plain, plain within the bias table, plain, masked
 PHASES = tl.constexpr(5)
+# zeros on both sides of the expanded bias table: no tile is wider than this
+TABLE_PAD = tl.constexpr(512)
+
+
+class Rows(NamedTuple):
+    """A [B,H,S,D] tensor in memory: pointer and strides; the last dimension is contiguous."""
+
+    ptr: Any
+    batch: Any
+    head: Any
+    row: Any
+
+
+class Geometry(NamedTuple):
+    """What a kernel must know of the spec at run time. factor: scale * log2 e, or scale / softcap."""
+
+    heads: Any
+    group: Any
+    left: Any
+    right: Any
+    n_bias: Any
+    bias_origin: Any
+    factor: Any
+    cap2: Any
+
+
+class Packing(NamedTuple):
+    """Packed sequences: borders of the segments, and the first tile of each."""
+
+    cu_q: Any
+    cu_k: Any
+    cu_tiles: Any
+
+
+class Variant(NamedTuple):
+    """What is compiled in: a kernel holds no trace of a term that the spec does not have."""
+
+    D: int
+    DV: int
+    BD: int
+    BDV: int
+    LEFT: bool
+    RIGHT: bool
+    SOFTCAP: bool
+    BIAS: bool
+    SINK: bool
+    TAU: bool
+    GATE: bool
+    VARLEN: bool
+    # a positive scale and no term after it: row maxima may be taken before scaling
+    LINEAR: bool
+    FP32: bool
+    NVIDIA: bool
+    PRECISION: str
 
 
 @triton.jit
-def phase_bounds(PHASE: tl.constexpr, lo, hi, full_lo, full_hi, band_lo, band_hi, B: tl.constexpr, HAS_BIAS: tl.constexpr):
+def phase_bounds(PHASE: tl.constexpr, lo, hi, full_lo, full_hi, band_lo, band_hi, B: tl.constexpr, BIAS: tl.constexpr):
     """Start and end of a phase, multiples of B, for needed [lo, hi), mask-free [full_lo, full_hi), table [band_lo, band_hi).
 
     Every element of [lo, hi) falls into one phase; phases 1 to 3 hold whole tiles of the mask-free range only (eq. 30).
@@ -28,7 +84,7 @@ def phase_bounds(PHASE: tl.constexpr, lo, hi, full_lo, full_hi, band_lo, band_hi
         return first, full_first
     if PHASE == 4:
         return full_last, last
-    if not HAS_BIAS:
+    if not BIAS:
         return full_first, full_last
     band_first = tl.minimum(tl.maximum(tl.maximum(band_lo, 0) // B * B, full_first), full_last)
     band_last = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(band_hi, 0), B) * B, band_first), full_last)
@@ -40,129 +96,143 @@ def phase_bounds(PHASE: tl.constexpr, lo, hi, full_lo, full_hi, band_lo, band_hi
 
 
 @triton.jit
-def key_phase(
-    PHASE: tl.constexpr,
-    first_position,
-    last_position,
-    sk,
-    left,
-    right,
-    n_bias,
-    bias_origin,
-    BN: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
+def key_phase(PHASE: tl.constexpr, first_position, last_position, sk, geometry, V: tl.constexpr, BN: tl.constexpr):
     """Keys that rows at positions first .. last visit in a phase."""
     lo = 0
     hi = sk
     full_lo = 0
     full_hi = sk
-    if HAS_LEFT:
-        lo = tl.maximum(first_position - left, 0)
-        full_lo = last_position - left
-    if HAS_RIGHT:
-        hi = tl.maximum(tl.minimum(sk, last_position + right + 1), 0)
-        full_hi = tl.minimum(sk, first_position + right + 1)
+    if V.LEFT:
+        lo = tl.maximum(first_position - geometry.left, 0)
+        full_lo = last_position - geometry.left
+    if V.RIGHT:
+        hi = tl.maximum(tl.minimum(sk, last_position + geometry.right + 1), 0)
+        full_hi = tl.minimum(sk, first_position + geometry.right + 1)
     lo = tl.minimum(lo, sk)
     hi = tl.maximum(hi, lo)
-    band_lo = first_position + bias_origin - n_bias + 1
-    band_hi = last_position + bias_origin + 1
-    return phase_bounds(PHASE, lo, hi, full_lo, full_hi, band_lo, band_hi, BN, HAS_BIAS)
+    band_lo = first_position + geometry.bias_origin - geometry.n_bias + 1
+    band_hi = last_position + geometry.bias_origin + 1
+    return phase_bounds(PHASE, lo, hi, full_lo, full_hi, band_lo, band_hi, BN, V.BIAS)
 
 
 @triton.jit
-def row_phase(
-    PHASE: tl.constexpr,
-    first_key,
-    last_key,
-    sq,
-    sk,
-    left,
-    right,
-    n_bias,
-    bias_origin,
-    BM: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
+def row_phase(PHASE: tl.constexpr, first_key, last_key, sq, sk, geometry, V: tl.constexpr, BM: tl.constexpr):
     """Rows that keys first .. last are visited by in a phase: `key_phase` the other way round."""
     shift = sk - sq
     lo = 0
     hi = sq
     full_lo = 0
     full_hi = sq
-    if HAS_RIGHT:
-        lo = tl.maximum(first_key - right - shift, 0)
-        full_lo = last_key - right - shift
-    if HAS_LEFT:
-        hi = tl.maximum(tl.minimum(sq, last_key + left - shift + 1), 0)
-        full_hi = tl.minimum(sq, first_key + left - shift + 1)
+    if V.RIGHT:
+        lo = tl.maximum(first_key - geometry.right - shift, 0)
+        full_lo = last_key - geometry.right - shift
+    if V.LEFT:
+        hi = tl.maximum(tl.minimum(sq, last_key + geometry.left - shift + 1), 0)
+        full_hi = tl.minimum(sq, first_key + geometry.left - shift + 1)
     lo = tl.minimum(lo, sq)
     hi = tl.maximum(hi, lo)
-    band_lo = first_key - bias_origin - shift
-    band_hi = last_key - bias_origin - shift + n_bias
-    return phase_bounds(PHASE, lo, hi, full_lo, full_hi, band_lo, band_hi, BM, HAS_BIAS)
+    band_lo = first_key - geometry.bias_origin - shift
+    band_hi = last_key - geometry.bias_origin - shift + geometry.n_bias
+    return phase_bounds(PHASE, lo, hi, full_lo, full_hi, band_lo, band_hi, BM, V.BIAS)
 
 
 @triton.jit
-def visible(position, key, sk, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+def visible(position, key, sk, geometry, V: tl.constexpr):
     """Eq. 2."""
     seen = (key < sk) & (position == position)
-    if HAS_LEFT:
-        seen = seen & (position - key <= left)
-    if HAS_RIGHT:
-        seen = seen & (key - position <= right)
+    if V.LEFT:
+        seen = seen & (position - key <= geometry.left)
+    if V.RIGHT:
+        seen = seen & (key - position <= geometry.right)
     return seen
 
 
 @triton.jit
-def visible_count(position, sk, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+def visible_count(position, sk, geometry, V: tl.constexpr):
     """n_i of eq. 3."""
     first = position * 0
     last = first + (sk - 1)
-    if HAS_LEFT:
-        first = tl.maximum(position - left, 0)
-    if HAS_RIGHT:
-        last = tl.minimum(position + right, sk - 1)
+    if V.LEFT:
+        first = tl.maximum(position - geometry.left, 0)
+    if V.RIGHT:
+        last = tl.minimum(position + geometry.right, sk - 1)
     return tl.maximum(last - first + 1, 0)
 
 
 @triton.jit
-def tanh(x):
-    """tanh to fp32 accuracy: 1 - 2 / (1 + e^2x) cancels near 0, where a short series takes over."""
+def tanh(x, V: tl.constexpr):
+    """1 - 2 / (1 + e^2x): absolutely accurate to an ulp of 1, which is all that a 16-bit softmax can tell.
+
+    fp32 asks for relative accuracy near 0, where the difference cancels and a short series takes over.
+    """
+    ratio = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+    if not V.FP32:
+        return ratio
     square = x * x
     series = x * (1.0 + square * (-0.3333333333 + square * (0.1333333333 - square * 0.0539682540)))
-    ratio = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
     return tl.where(square < 0.0625, series, ratio)
 
 
 @triton.jit
-def logits(t, position, key, bias_ptr, factor, cap2, n_bias, bias_origin, HAS_SOFTCAP: tl.constexpr, BIAS: tl.constexpr):
-    """(s * log2 e before the mask, tanh of the softcap or t): eq. 4 to 6. factor = scale * log2 e, or scale / softcap."""
-    capped = t * factor
+def bias_tile(table_ptr, column, skew, geometry, V: tl.constexpr):
+    """Bias of a tile whose first row and key lie `column` apart in the table; skew is row minus key inside the tile."""
+    # beyond the padding all is zero, wherever the tile lies
+    column = tl.minimum(tl.maximum(column, -TABLE_PAD // 2), geometry.n_bias + TABLE_PAD // 2) + TABLE_PAD
+    if V.NVIDIA:
+        # a load that Triton does not recognise stays where it is used: its pipeliner would copy the tile through shared memory
+        address = (table_ptr + column).to(tl.int64) + skew.to(tl.int64) * 4
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", [address], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.load(table_ptr + column + skew)
+
+
+@triton.jit
+def logits(t, bias2, geometry, V: tl.constexpr, BIAS: tl.constexpr):
+    """(s * log2 e before the mask, tanh of the softcap or t): eq. 4 to 6; bias2 in base 2."""
+    capped = t * geometry.factor
     s2 = capped
-    if HAS_SOFTCAP:
-        capped = tanh(capped)
-        s2 = capped * cap2
+    if V.SOFTCAP:
+        capped = tanh(capped, V)
+        s2 = capped * geometry.cap2
     if BIAS:
-        column = position - key + bias_origin
-        inside = (column >= 0) & (column < n_bias)
-        s2 += tl.load(bias_ptr + column, mask=inside, other=0.0).to(s2.dtype) * LOG2E
+        s2 += bias2
     return s2, capped
 
 
 @triton.jit
-def elastic(p, seen, n, tau, HAS_SINK: tl.constexpr):
-    """(p, a, m) of eq. 9 to 11: p exact where a row sees one key, weights, survivors as a mask."""
-    if not HAS_SINK:
-        p = tl.where((n == 1) & seen, 1.0, p)
-    shifted = p + tau / tl.maximum(n, 1)
-    # tau >= 0: every visible key survives, also where p underflowed
-    m = seen & (shifted > tl.where(tau >= 0, float("-inf"), 0.0))
+def elastic(p, share, threshold, alone, seen, MASK: tl.constexpr, V: tl.constexpr):
+    """(p, a, m) of eq. 9 to 11: p exact where a row sees one key, weights, survivors as a mask; share = tau / n.
+
+    threshold is 0, or -inf for tau >= 0: then every visible key survives, also where p underflowed.
+    """
+    if MASK and not V.SINK:
+        p = tl.where(alone & seen, 1.0, p)
+    shifted = p + share
+    m = shifted > threshold
+    if MASK:
+        m = m & seen
     return p, tl.where(m, shifted, 0.0), m
+
+
+@triton.jit
+def tile_gradient(
+    t, dp, lse2, delta, bias2, share, threshold, alone, seen, geometry, V: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr
+):
+    """(a, ds, dx) of a tile in either orientation: eq. 33 from the raw products t = q.k and dp = do.v."""
+    s2, capped = logits(t, bias2, geometry, V, BIAS)
+    p = tl.exp2(s2 - lse2)
+    if MASK:
+        p = tl.where(seen, p, 0.0)
+    a = p
+    if V.TAU:
+        p, a, m = elastic(p, share, threshold, alone, seen, MASK, V)
+        dp = tl.where(m, dp, 0.0)
+    ds = p * (dp - delta)
+    dx = ds
+    if V.SOFTCAP:
+        dx = ds * (1.0 - capped * capped)
+    return a, ds, dx
 
 
 @triton.jit
@@ -181,19 +251,46 @@ def locate(tile, cu_tiles_ptr, n_segments):
 
 
 @triton.jit
-def load_rows(ptr, stride, rows, n_rows, D: tl.constexpr, BD: tl.constexpr):
-    """[rows, BD], zero beyond n_rows and beyond D."""
-    columns = tl.arange(0, BD)
-    mask = (rows < n_rows)[:, None]
-    if D != BD:
-        mask = mask & (columns < D)[None, :]
-    return tl.load(ptr + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+def at(tensor, b, h, row):
+    """Pointer to a row; 64-bit, since sizes beyond 2^31 elements are ordinary."""
+    return (
+        tensor.ptr
+        + tl.cast(b, tl.int64) * tensor.batch
+        + tl.cast(h, tl.int64) * tensor.head
+        + tl.cast(row, tl.int64) * tensor.row
+    )
 
 
 @triton.jit
-def store_rows(ptr, stride, rows, n_rows, value, D: tl.constexpr, BD: tl.constexpr):
+def load_tile(ptr, stride, start, n, B: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EDGE: tl.constexpr):
+    """[B, BD] of the rows from `start` on; at an EDGE zero outside of 0 .. n-1, always zero beyond D."""
+    lanes = tl.arange(0, B)
     columns = tl.arange(0, BD)
-    mask = (rows < n_rows)[:, None]
+    pointers = ptr + tl.cast(start, tl.int64) * stride + lanes[:, None] * stride + columns[None, :]
+    inside = ((start + lanes >= 0) & (start + lanes < n))[:, None]
+    if D != BD:
+        if EDGE:
+            return tl.load(pointers, mask=inside & (columns < D)[None, :], other=0.0)
+        return tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
+    if EDGE:
+        return tl.load(pointers, mask=inside, other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def load_vector(ptr, start, n, other, B: tl.constexpr, EDGE: tl.constexpr):
+    lanes = tl.arange(0, B)
+    if EDGE:
+        return tl.load(ptr + start + lanes, mask=start + lanes < n, other=other)
+    return tl.load(ptr + start + lanes)
+
+
+@triton.jit
+def store_tile(ptr, stride, n, value, B: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """The first n rows and D columns of a tile."""
+    lanes = tl.arange(0, B)
+    columns = tl.arange(0, BD)
+    mask = (lanes < n)[:, None]
     if D != BD:
         mask = mask & (columns < D)[None, :]
-    tl.store(ptr + rows[:, None] * stride + columns[None, :], value.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(ptr + lanes[:, None] * stride + columns[None, :], value.to(ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,140 @@
+"""dbias: one program owns one offset between row tile and key tile, and adds up ds of all tiles at that offset (eq. 22).
+
+Tiles at one offset carry the same bias, the same distances and the same mask, so ds is summed element by element in registers
+and its diagonals only once, at the end. Keys start wherever the offset puts them, so offsets are multiples of BN for any
+lengths, and segments of different lengths share their programs. Partial sums are added up in fixed order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from backlight.backends.triton.delta import RowState
+from backlight.backends.triton.launch import Launch, rows_of
+from backlight.backends.triton.primitives import (
+    TABLE_PAD,
+    at,
+    bias_tile,
+    load_tile,
+    load_vector,
+    tile_gradient,
+    visible,
+    visible_count,
+)
+
+# enough programs to fill a large card a few times over, whatever the number of heads
+PROGRAMS = 1024
+
+
+@triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
+def dbias_kernel(
+    q_rows, k_rows, v_rows, do_rows, lse2_ptr, delta_ptr, share_ptr, table_ptr, tau_ptr, partial_ptr, splits, packing, geometry,
+    sq, sk, n_segments, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    offset_index = tl.program_id(0) // splits
+    split = tl.program_id(0) % splits
+    b = tl.program_id(1) // geometry.heads
+    h = tl.program_id(1) % geometry.heads
+    rows_total = sq
+    column = offset_index * BN
+    row_lanes = tl.arange(0, BM)
+    key_lanes = tl.arange(0, BN)
+    skew = row_lanes[:, None] - key_lanes[None, :]
+    table_ptr += tl.cast(h, tl.int64) * (geometry.n_bias + 2 * TABLE_PAD)
+    bias2 = bias_tile(table_ptr, column, skew, geometry, V)
+    distance = column + skew - geometry.bias_origin
+    if V.LEFT:
+        bias2 = tl.where(distance <= geometry.left, bias2, float("-inf"))
+    if V.RIGHT:
+        bias2 = tl.where(-distance <= geometry.right, bias2, float("-inf"))
+    threshold = 0.0
+    if V.TAU:
+        threshold = tl.where(tl.load(tau_ptr + h).to(tl.float32) >= 0, float("-inf"), 0.0)
+    total = tl.zeros([BM, BN], tl.float32)
+    segments = 1
+    if V.VARLEN:
+        segments = n_segments
+    for z in range(segments):
+        q_start = 0
+        k_start = 0
+        if V.VARLEN:
+            q_start = tl.load(packing.cu_q + z)
+            k_start = tl.load(packing.cu_k + z)
+            sq = tl.load(packing.cu_q + z + 1) - q_start
+            sk = tl.load(packing.cu_k + z + 1) - k_start
+        # row i0 meets key i0 + ahead at this offset
+        ahead = sk - sq + geometry.bias_origin - column
+        first_tile = tl.maximum(1 - BN - ahead, 0) // BM
+        last_tile = tl.cdiv(tl.maximum(tl.minimum(sq, sk - ahead), 0), BM)
+        q_ptr = at(q_rows, b, h, q_start)
+        do_ptr = at(do_rows, b, h, q_start)
+        k_ptr = at(k_rows, b, h // geometry.group, k_start)
+        v_ptr = at(v_rows, b, h // geometry.group, k_start)
+        row_offset = tl.cast(b * geometry.heads + h, tl.int64) * rows_total + q_start
+        for tile in range(first_tile + split, last_tile, splits):
+            i0 = tile * BM
+            j0 = i0 + ahead
+            keys = j0 + key_lanes
+            q = load_tile(q_ptr, q_rows.row, i0, sq, BM, V.D, V.BD, True)
+            do = load_tile(do_ptr, do_rows.row, i0, sq, BM, V.DV, V.BDV, True)
+            k = load_tile(k_ptr, k_rows.row, j0, sk, BN, V.D, V.BD, True)
+            v = load_tile(v_ptr, v_rows.row, j0, sk, BN, V.DV, V.BDV, True)
+            lse2 = load_vector(lse2_ptr + row_offset, i0, sq, float("inf"), BM, True)[:, None]
+            delta = load_vector(delta_ptr + row_offset, i0, sq, 0.0, BM, True)[:, None]
+            t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
+            dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
+            share = 0.0
+            seen = ((keys >= 0) & (keys < sk))[None, :]
+            alone = seen
+            if V.TAU:
+                share = load_vector(share_ptr + row_offset, i0, sq, 0.0, BM, True)[:, None]
+                position = (i0 + sk - sq + row_lanes)[:, None]
+                seen = seen & visible(position, keys[None, :], sk, geometry, V)
+                alone = visible_count(position, sk, geometry, V) == 1
+            _, ds, _ = tile_gradient(t, dp, lse2, delta, bias2, share, threshold, alone, seen, geometry, V, True, True)
+            total += ds
+    # cell (i, j) lies on diagonal x = turn_i + j, whose column is `column + BM - 1 - x`; rotated, x mod BN is its lane
+    turn = (BM - 1 - row_lanes)[:, None]
+    rotated = tl.gather(total, (key_lanes[None, :] - turn + BN) % BN, 1)
+    first_half = key_lanes[None, :] >= turn
+    partial_ptr += (
+        tl.cast(tl.program_id(1), tl.int64) * tl.num_programs(0) + split * (tl.num_programs(0) // splits) + offset_index
+    ) * (2 * BN)
+    place = BM + BN - 2 - key_lanes
+    tl.store(partial_ptr + place, tl.sum(tl.where(first_half, rotated, 0.0), 0))
+    tl.store(partial_ptr + place - BN, tl.sum(tl.where(first_half, 0.0, rotated), 0), mask=place >= BN)
+
+
+def dbias_of(launch: Launch, rows: RowState) -> Tensor:
+    """[Hq, n] in the dtype of bias."""
+    call = launch.call
+    assert call.bias is not None
+    config = launch.config("dbias")
+    assert config.block_m <= config.block_n, "a diagonal must end within two neighbouring tiles"
+    batch, heads, sq, _ = call.q.shape
+    n, block = call.bias.shape[1], config.block_n
+    if not (batch and heads and sq and call.k.shape[2] and n):
+        return torch.zeros_like(call.bias)
+    offsets = -(-(n + config.block_m - 1) // block) + 1
+    row_tiles = launch.tiles(sq, call.cu_seqlens_q, config.block_m)
+    splits = max(1, min(row_tiles, PROGRAMS // (offsets * batch * heads)))
+    # what a tile does not reach of the 2 * block places stays zero
+    partial = torch.zeros(batch, heads, splits, offsets, 2, block, dtype=torch.float32, device=call.q.device)
+    dbias_kernel[(offsets * splits, batch * heads)](
+        *(rows_of(x) for x in (launch.q, launch.k, launch.v, rows.do)),
+        rows.lse2,
+        rows.delta,
+        rows.share,
+        launch.table,
+        launch.tau,
+        partial,
+        splits,
+        *launch.shared(call.cu_seqlens_q, config.block_m),
+        V=launch.variant,
+        **config.launch,
+    )
+    # neighbouring offsets share the columns between them
+    low, high = partial.sum(dim=(0, 2)).unbind(2)
+    columns = torch.nn.functional.pad(low.flatten(1), (0, block)) + torch.nn.functional.pad(high.flatten(1), (block, 0))
+    return columns[:, block - 1 : block - 1 + n].to(call.bias.dtype)

@@ -1,0 +1,118 @@
+"""Backward pre-pass: everything that is known per row before any tile is visited."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from backlight.backends.triton.launch import Launch, rows_of, unit_stride
+from backlight.backends.triton.primitives import LOG2E, at, load_tile, locate, store_tile, visible_count
+
+BLOCK = 64
+
+
+class RowState(NamedTuple):
+    """What the tile kernels read per row, fp32 [B,Hq,Sq], and the gradient at o."""
+
+    do: Tensor
+    lse2: Tensor
+    delta: Tensor
+    share: Tensor
+    mean: Tensor
+
+
+@triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
+def delta_kernel(
+    y_rows, dy_rows, u_rows, gate_rows, do_rows, dgate_rows, lse_ptr, dlse_ptr, dlse_strides, tau_ptr, lse2_ptr, delta_ptr,
+    share_ptr, mean_ptr, packing, geometry, sq, sk, n_segments, V: tl.constexpr, HAS_DLSE: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """do and dgate (eq. 18), delta - dlse (eq. 20, 27, 28), with tau the mean surviving gradient g / n (eq. 24) and tau / n.
+
+    lse2 is the base-2 lse, +inf where a row sees nothing, so that its p is 0 (eq. 33).
+    """
+    tile = tl.program_id(0)
+    b = tl.program_id(1) // geometry.heads
+    h = tl.program_id(1) % geometry.heads
+    rows_total = sq
+    q_start = 0
+    if V.VARLEN:
+        z, tile = locate(tile, packing.cu_tiles, n_segments)
+        if z >= n_segments:
+            return
+        q_start = tl.load(packing.cu_q + z)
+        sq = tl.load(packing.cu_q + z + 1) - q_start
+        sk = tl.load(packing.cu_k + z + 1) - tl.load(packing.cu_k + z)
+    i0 = tile * BM
+    n_rows = sq - i0
+    row = q_start + i0
+    lanes = tl.arange(0, BM)
+    exists = lanes < n_rows
+    y = load_tile(at(y_rows, b, h, row), y_rows.row, 0, n_rows, BM, V.DV, V.BDV, True).to(tl.float32)
+    do = load_tile(at(dy_rows, b, h, row), dy_rows.row, 0, n_rows, BM, V.DV, V.BDV, True).to(tl.float32)
+    delta = tl.sum(do * y, 1)
+    if V.GATE:
+        weight = load_tile(at(gate_rows, b, h, row), gate_rows.row, 0, n_rows, BM, V.DV, V.BDV, True)
+        weight = tl.sigmoid(weight.to(tl.float32))
+        store_tile(at(dgate_rows, b, h, row), dgate_rows.row, n_rows, do * y * (1 - weight), BM, V.DV, V.BDV)
+        do = do * weight
+        store_tile(at(do_rows, b, h, row), do_rows.row, n_rows, do, BM, V.DV, V.BDV)
+    offset = tl.cast(b * geometry.heads + h, tl.int64) * rows_total + row
+    if V.TAU:
+        u = load_tile(at(u_rows, b, h, row), u_rows.row, 0, n_rows, BM, V.DV, V.BDV, True).to(tl.float32)
+        n = tl.maximum(visible_count(i0 + lanes + sk - sq, sk, geometry, V), 1)
+        mean = tl.sum(do * u, 1) / n
+        tau = tl.load(tau_ptr + h).to(tl.float32)
+        delta -= tau * mean
+        tl.store(mean_ptr + offset + lanes, mean, mask=exists)
+        tl.store(share_ptr + offset + lanes, tau / n, mask=exists)
+    lse = tl.load(lse_ptr + offset + lanes, mask=exists, other=0.0)
+    sees_nothing = lse == float("-inf")
+    if HAS_DLSE:
+        dlse_ptr += tl.cast(b, tl.int64) * dlse_strides[0] + tl.cast(h, tl.int64) * dlse_strides[1] + row * dlse_strides[2]
+        dlse = tl.load(dlse_ptr + lanes * dlse_strides[2], mask=exists, other=0.0).to(tl.float32)
+        delta -= tl.where(sees_nothing, 0.0, dlse)
+    tl.store(delta_ptr + offset + lanes, delta, mask=exists)
+    tl.store(lse2_ptr + offset + lanes, tl.where(sees_nothing, float("inf"), lse * LOG2E), mask=exists)
+
+
+def prepare_rows(
+    launch: Launch, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, out: dict[str, Tensor]
+) -> RowState:
+    """Fills dgate, dtau and dsink of `out` where the spec has them."""
+    call = launch.call
+    y, dy = unit_stride(y), unit_stride(dy)
+    u = y if u is None else unit_stride(u)
+    do = dgate = dy
+    if call.gate is not None:
+        do = launch.empty_rows(dy.shape[-1])
+        dgate = out["dgate"] = torch.empty_like(call.gate)
+    lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
+    share, mean = (torch.empty_like(lse), torch.empty_like(lse)) if call.tau is not None else (delta, delta)
+    grid = launch.row_grid(BLOCK)
+    if grid[0] and grid[1]:
+        dlse_or_any = lse if dlse is None else dlse
+        delta_kernel[grid](
+            *(rows_of(x) for x in (y, dy, u, launch.gate, do, dgate)),
+            lse,
+            dlse_or_any,
+            dlse_or_any.stride(),
+            launch.tau,
+            lse2,
+            delta,
+            share,
+            mean,
+            *launch.shared(call.cu_seqlens_q, BLOCK),
+            V=launch.variant,
+            HAS_DLSE=dlse is not None,
+            BM=BLOCK,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    if call.tau is not None:
+        out["dtau"] = mean.sum(dim=(0, 2)).to(call.tau.dtype)
+    if call.sink is not None:
+        p_sink = torch.exp(call.sink.float()[None, :, None] - lse)
+        out["dsink"] = -(p_sink * delta).sum(dim=(0, 2)).to(call.sink.dtype)
+    return RowState(do, lse2, delta, share, mean)

@@ -1,0 +1,123 @@
+"""dk, dv: one program owns BN keys of a key head and visits the rows that see them, in [keys, rows] tiles (eq. 33, split form).
+
+The query heads of a group are visited one after the other, in ascending order: their sum needs no second pass.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from backlight.backends.triton.delta import RowState
+from backlight.backends.triton.launch import Launch, rows_of
+from backlight.backends.triton.primitives import (
+    PHASES,
+    TABLE_PAD,
+    at,
+    bias_tile,
+    load_tile,
+    load_vector,
+    locate,
+    row_phase,
+    store_tile,
+    tile_gradient,
+    visible,
+    visible_count,
+)
+
+
+@triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
+def dkdv_kernel(
+    q_rows, k_rows, v_rows, do_rows, dk_rows, dv_rows, lse2_ptr, delta_ptr, share_ptr, table_ptr, tau_ptr, scale, packing,
+    geometry, sq, sk, n_segments, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    kv_heads = geometry.heads // geometry.group
+    b = tl.program_id(1) // kv_heads
+    g = tl.program_id(1) % kv_heads
+    rows_total = sq
+    q_start = 0
+    k_start = 0
+    if V.VARLEN:
+        z, tile = locate(tile, packing.cu_tiles, n_segments)
+        if z >= n_segments:
+            return
+        q_start = tl.load(packing.cu_q + z)
+        k_start = tl.load(packing.cu_k + z)
+        sq = tl.load(packing.cu_q + z + 1) - q_start
+        sk = tl.load(packing.cu_k + z + 1) - k_start
+    j0 = tile * BN
+    n_keys = sk - j0
+    last_key = tl.minimum(j0 + BN, sk) - 1
+    shift = sk - sq
+    keys = (j0 + tl.arange(0, BN))[:, None]
+    row_lanes = tl.arange(0, BM)[None, :]
+    skew = row_lanes - tl.arange(0, BN)[:, None]
+    k = load_tile(at(k_rows, b, g, k_start + j0), k_rows.row, 0, n_keys, BN, V.D, V.BD, True)
+    v = load_tile(at(v_rows, b, g, k_start + j0), v_rows.row, 0, n_keys, BN, V.DV, V.BDV, True)
+    BD: tl.constexpr = V.BD
+    BDV: tl.constexpr = V.BDV
+    dk = tl.zeros([BN, BD], tl.float32)
+    dv = tl.zeros([BN, BDV], tl.float32)
+    for member in range(geometry.group):
+        h = g * geometry.group + member
+        q_ptr = at(q_rows, b, h, q_start)
+        do_ptr = at(do_rows, b, h, q_start)
+        offset = tl.cast(b * geometry.heads + h, tl.int64) * rows_total + q_start
+        head_table_ptr = table_ptr + tl.cast(h, tl.int64) * (geometry.n_bias + 2 * TABLE_PAD)
+        threshold = 0.0
+        if V.TAU:
+            threshold = tl.where(tl.load(tau_ptr + h).to(tl.float32) >= 0, float("-inf"), 0.0)
+        for PHASE in tl.static_range(PHASES):
+            if (V.RIGHT or PHASE != 0) and (V.BIAS or (PHASE != 2 and PHASE != 3)):
+                start, stop = row_phase(PHASE, j0, last_key, sq, sk, geometry, V, BM)
+                if start < stop:
+                    for i0 in range(start, stop, BM):
+                        MASK: tl.constexpr = PHASE == 0 or PHASE == 4
+                        BIAS: tl.constexpr = V.BIAS and PHASE != 1 and PHASE != 3
+                        q = load_tile(q_ptr, q_rows.row, i0, sq, BM, V.D, V.BD, MASK)
+                        do = load_tile(do_ptr, do_rows.row, i0, sq, BM, V.DV, V.BDV, MASK)
+                        lse2 = load_vector(lse2_ptr + offset, i0, sq, float("inf"), BM, MASK)[None, :]
+                        t = tl.dot(k, tl.trans(q), input_precision=V.PRECISION)
+                        dp = tl.dot(v, tl.trans(do), input_precision=V.PRECISION)
+                        delta = load_vector(delta_ptr + offset, i0, sq, 0.0, BM, MASK)[None, :]
+                        share = 0.0
+                        position = i0 + shift + row_lanes
+                        alone = position < 0
+                        seen = alone
+                        if V.TAU:
+                            share = load_vector(share_ptr + offset, i0, sq, 0.0, BM, MASK)[None, :]
+                            alone = visible_count(position, sk, geometry, V) == 1
+                        if MASK:
+                            seen = visible(position, keys, sk, geometry, V)
+                        bias2 = 0.0
+                        if BIAS:
+                            bias2 = bias_tile(head_table_ptr, i0 + shift - j0 + geometry.bias_origin, skew, geometry, V)
+                        a, _, dx = tile_gradient(
+                            t, dp, lse2, delta, bias2, share, threshold, alone, seen, geometry, V, MASK, BIAS
+                        )
+                        dv = tl.dot(a.to(do.dtype), do, dv, input_precision=V.PRECISION)
+                        dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=V.PRECISION)
+    store_tile(at(dk_rows, b, g, k_start + j0), dk_rows.row, n_keys, dk * scale, BN, V.D, V.BD)
+    store_tile(at(dv_rows, b, g, k_start + j0), dv_rows.row, n_keys, dv, BN, V.DV, V.BDV)
+
+
+def dkdv_of(launch: Launch, rows: RowState) -> tuple[Tensor, Tensor]:
+    call = launch.call
+    config = launch.config("dkdv")
+    dk, dv = torch.empty_like(call.k), torch.empty_like(call.v)
+    grid = launch.key_grid(config.block_n)
+    if grid[0] and grid[1]:
+        dkdv_kernel[grid](
+            *(rows_of(x) for x in (launch.q, launch.k, launch.v, rows.do, dk, dv)),
+            rows.lse2,
+            rows.delta,
+            rows.share,
+            launch.table,
+            launch.tau,
+            float(call.scale),
+            *launch.shared(call.cu_seqlens_k, config.block_n),
+            V=launch.variant,
+            **config.launch,
+        )
+    return dk, dv

@@ -1,0 +1,112 @@
+"""dq: one program owns BM rows of a query head and visits the keys they see (eq. 33, split form)."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from backlight.backends.triton.delta import RowState
+from backlight.backends.triton.launch import Launch, rows_of
+from backlight.backends.triton.primitives import (
+    PHASES,
+    TABLE_PAD,
+    at,
+    bias_tile,
+    key_phase,
+    load_tile,
+    load_vector,
+    locate,
+    store_tile,
+    tile_gradient,
+    visible,
+    visible_count,
+)
+
+
+@triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
+def dq_kernel(
+    q_rows, k_rows, v_rows, do_rows, dq_rows, lse2_ptr, delta_ptr, share_ptr, table_ptr, tau_ptr, scale, packing, geometry,
+    sq, sk, n_segments, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    b = tl.program_id(1) // geometry.heads
+    h = tl.program_id(1) % geometry.heads
+    rows_total = sq
+    q_start = 0
+    k_start = 0
+    if V.VARLEN:
+        z, tile = locate(tile, packing.cu_tiles, n_segments)
+        if z >= n_segments:
+            return
+        q_start = tl.load(packing.cu_q + z)
+        k_start = tl.load(packing.cu_k + z)
+        sq = tl.load(packing.cu_q + z + 1) - q_start
+        sk = tl.load(packing.cu_k + z + 1) - k_start
+    elif V.RIGHT:
+        tile = tl.num_programs(0) - 1 - tile
+    i0 = tile * BM
+    n_rows = sq - i0
+    k_ptr = at(k_rows, b, h // geometry.group, k_start)
+    v_ptr = at(v_rows, b, h // geometry.group, k_start)
+    table_ptr += tl.cast(h, tl.int64) * (geometry.n_bias + 2 * TABLE_PAD)
+    first_position = i0 + sk - sq
+    last_position = tl.minimum(i0 + BM, sq) - 1 + sk - sq
+    position = (first_position + tl.arange(0, BM))[:, None]
+    key_lanes = tl.arange(0, BN)[None, :]
+    skew = tl.arange(0, BM)[:, None] - key_lanes
+
+    q = load_tile(at(q_rows, b, h, q_start + i0), q_rows.row, 0, n_rows, BM, V.D, V.BD, True)
+    do = load_tile(at(do_rows, b, h, q_start + i0), do_rows.row, 0, n_rows, BM, V.DV, V.BDV, True)
+    offset = tl.cast(b * geometry.heads + h, tl.int64) * rows_total + q_start + i0
+    lse2 = load_vector(lse2_ptr + offset, 0, n_rows, float("inf"), BM, True)[:, None]
+    delta = load_vector(delta_ptr + offset, 0, n_rows, 0.0, BM, True)[:, None]
+    share = 0.0
+    threshold = 0.0
+    alone = position < 0
+    if V.TAU:
+        share = load_vector(share_ptr + offset, 0, n_rows, 0.0, BM, True)[:, None]
+        threshold = tl.where(tl.load(tau_ptr + h).to(tl.float32) >= 0, float("-inf"), 0.0)
+        alone = visible_count(position, sk, geometry, V) == 1
+    BD: tl.constexpr = V.BD
+    dq = tl.zeros([BM, BD], tl.float32)
+    for PHASE in tl.static_range(PHASES):
+        if (V.LEFT or PHASE != 0) and (V.BIAS or (PHASE != 2 and PHASE != 3)):
+            start, stop = key_phase(PHASE, first_position, last_position, sk, geometry, V, BN)
+            if start < stop:
+                for j0 in range(start, stop, BN):
+                    MASK: tl.constexpr = PHASE == 0 or PHASE == 4
+                    BIAS: tl.constexpr = V.BIAS and PHASE != 1 and PHASE != 3
+                    k = load_tile(k_ptr, k_rows.row, j0, sk, BN, V.D, V.BD, MASK)
+                    v = load_tile(v_ptr, v_rows.row, j0, sk, BN, V.DV, V.BDV, MASK)
+                    t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
+                    dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
+                    seen = alone
+                    if MASK:
+                        seen = visible(position, j0 + key_lanes, sk, geometry, V)
+                    bias2 = 0.0
+                    if BIAS:
+                        bias2 = bias_tile(table_ptr, first_position - j0 + geometry.bias_origin, skew, geometry, V)
+                    _, _, dx = tile_gradient(t, dp, lse2, delta, bias2, share, threshold, alone, seen, geometry, V, MASK, BIAS)
+                    dq = tl.dot(dx.to(k.dtype), k, dq, input_precision=V.PRECISION)
+    store_tile(at(dq_rows, b, h, q_start + i0), dq_rows.row, n_rows, dq * scale, BM, V.D, V.BD)
+
+
+def dq_of(launch: Launch, rows: RowState) -> Tensor:
+    call = launch.call
+    config = launch.config("dq")
+    grid = launch.row_grid(config.block_m)
+    dq = torch.empty_like(call.q)
+    if grid[0] and grid[1]:
+        dq_kernel[grid](
+            *(rows_of(x) for x in (launch.q, launch.k, launch.v, rows.do, dq)),
+            rows.lse2,
+            rows.delta,
+            rows.share,
+            launch.table,
+            launch.tau,
+            float(call.scale),
+            *launch.shared(call.cu_seqlens_q, config.block_m),
+            V=launch.variant,
+            **config.launch,
+        )
+    return dq
