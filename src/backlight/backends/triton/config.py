@@ -26,6 +26,8 @@ class KernelConfig:
     block_n: int
     num_warps: int
     num_stages: int
+    # main loops read through TMA where card and strides allow it
+    tma: bool = False
 
     @property
     def launch(self) -> dict[str, Any]:

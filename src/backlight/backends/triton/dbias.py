@@ -16,8 +16,9 @@ from backlight.backends.triton.primitives import (
     TABLE_PAD,
     at,
     bias_tile,
-    load_tile,
     load_vector,
+    row_state,
+    stream_tile,
     tile_gradient,
     visible,
     visible_count,
@@ -27,22 +28,23 @@ from backlight.backends.triton.primitives import (
 PROGRAMS = 1024
 
 
-@triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
+@triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
 def dbias_kernel(
-    q_rows, k_rows, v_rows, do_rows, lse2_ptr, delta_ptr, share_ptr, table_ptr, tau_ptr, partial_ptr, splits, packing, geometry,
-    sq, sk, n_segments, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    q_rows, k_rows, v_rows, do_rows, q_desc, k_desc, v_desc, do_desc, lse2_ptr, delta_ptr, share_ptr, table_ptr, tau_ptr,
+    partial_ptr, splits, pitch16, packing, geometry, sq, sk, n_segments,
+    V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     offset_index = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
     b = tl.program_id(1) // geometry.heads
     h = tl.program_id(1) % geometry.heads
-    rows_total = sq
+    g = h // geometry.group
     column = offset_index * BN
     row_lanes = tl.arange(0, BM)
     key_lanes = tl.arange(0, BN)
     skew = row_lanes[:, None] - key_lanes[None, :]
     table_ptr += tl.cast(h, tl.int64) * (geometry.n_bias + 2 * TABLE_PAD)
-    bias2 = bias_tile(table_ptr, column, skew, geometry, V)
+    bias2 = bias_tile(table_ptr, column, row_lanes[:, None], -key_lanes[None, :], geometry, V)
     distance = column + skew - geometry.bias_origin
     if V.LEFT:
         bias2 = tl.where(distance <= geometry.left, bias2, float("-inf"))
@@ -69,17 +71,17 @@ def dbias_kernel(
         last_tile = tl.cdiv(tl.maximum(tl.minimum(sq, sk - ahead), 0), BM)
         q_ptr = at(q_rows, b, h, q_start)
         do_ptr = at(do_rows, b, h, q_start)
-        k_ptr = at(k_rows, b, h // geometry.group, k_start)
-        v_ptr = at(v_rows, b, h // geometry.group, k_start)
-        row_offset = tl.cast(b * geometry.heads + h, tl.int64) * rows_total + q_start
+        k_ptr = at(k_rows, b, g, k_start)
+        v_ptr = at(v_rows, b, g, k_start)
+        row_offset = row_state(b, h, q_start, pitch16, geometry)
         for tile in range(first_tile + split, last_tile, splits):
             i0 = tile * BM
             j0 = i0 + ahead
             keys = j0 + key_lanes
-            q = load_tile(q_ptr, q_rows.row, i0, sq, BM, V.D, V.BD, True)
-            do = load_tile(do_ptr, do_rows.row, i0, sq, BM, V.DV, V.BDV, True)
-            k = load_tile(k_ptr, k_rows.row, j0, sk, BN, V.D, V.BD, True)
-            v = load_tile(v_ptr, v_rows.row, j0, sk, BN, V.DV, V.BDV, True)
+            q = stream_tile(q_rows, q_desc, q_ptr, b, h, i0, sq, BM, V.D, V.BD, True, TMA)
+            do = stream_tile(do_rows, do_desc, do_ptr, b, h, i0, sq, BM, V.DV, V.BDV, True, TMA)
+            k = stream_tile(k_rows, k_desc, k_ptr, b, g, j0, sk, BN, V.D, V.BD, True, TMA)
+            v = stream_tile(v_rows, v_desc, v_ptr, b, g, j0, sk, BN, V.DV, V.BDV, True, TMA)
             lse2 = load_vector(lse2_ptr + row_offset, i0, sq, float("inf"), BM, True)[:, None]
             delta = load_vector(delta_ptr + row_offset, i0, sq, 0.0, BM, True)[:, None]
             t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
@@ -121,8 +123,14 @@ def dbias_of(launch: Launch, rows: RowState) -> Tensor:
     splits = max(1, min(row_tiles, PROGRAMS // (offsets * batch * heads)))
     # what a tile does not reach of the 2 * block places stays zero
     partial = torch.zeros(batch, heads, splits, offsets, 2, block, dtype=torch.float32, device=call.q.device)
+    tma, (q_desc, do_desc) = launch.descriptors(config, config.block_m, launch.q, rows.do)
+    tma_keys, (k_desc, v_desc) = launch.descriptors(config, config.block_n, launch.k, launch.v)
     dbias_kernel[(offsets * splits, batch * heads)](
         *(rows_of(x) for x in (launch.q, launch.k, launch.v, rows.do)),
+        q_desc,
+        k_desc,
+        v_desc,
+        do_desc,
         rows.lse2,
         rows.delta,
         rows.share,
@@ -130,8 +138,10 @@ def dbias_of(launch: Launch, rows: RowState) -> Tensor:
         launch.tau,
         partial,
         splits,
+        rows.pitch16,
         *launch.shared(call.cu_seqlens_q, config.block_m),
         V=launch.variant,
+        TMA=tma and tma_keys,
         **config.launch,
     )
     # neighbouring offsets share the columns between them

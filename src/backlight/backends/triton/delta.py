@@ -8,25 +8,29 @@ import triton.language as tl
 from torch import Tensor
 
 from backlight.backends.triton.launch import Launch, rows_of, unit_stride
-from backlight.backends.triton.primitives import LOG2E, at, load_tile, locate, store_tile, visible_count
+from backlight.backends.triton.primitives import LOG2E, at, load_tile, locate, row_state, store_tile, visible_count
 
 BLOCK = 64
 
 
 class RowState(NamedTuple):
-    """What the tile kernels read per row, fp32 [B,Hq,Sq], and the gradient at o."""
+    """What the tile kernels read per row: the gradient at o, and fp32 [B,Hq,pitch] of which the first Sq are filled."""
 
     do: Tensor
     lse2: Tensor
     delta: Tensor
     share: Tensor
-    mean: Tensor
+
+    @property
+    def pitch16(self) -> int:
+        return self.lse2.shape[-1] // 16
 
 
-@triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
+@triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
 def delta_kernel(
     y_rows, dy_rows, u_rows, gate_rows, do_rows, dgate_rows, lse_ptr, dlse_ptr, dlse_strides, tau_ptr, lse2_ptr, delta_ptr,
-    share_ptr, mean_ptr, packing, geometry, sq, sk, n_segments, V: tl.constexpr, HAS_DLSE: tl.constexpr, BM: tl.constexpr,
+    share_ptr, mean_ptr, pitch16, packing, geometry, sq, sk, n_segments,
+    V: tl.constexpr, HAS_DLSE: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """do and dgate (eq. 18), delta - dlse (eq. 20, 27, 28), with tau the mean surviving gradient g / n (eq. 24) and tau / n.
 
@@ -58,16 +62,17 @@ def delta_kernel(
         store_tile(at(dgate_rows, b, h, row), dgate_rows.row, n_rows, do * y * (1 - weight), BM, V.DV, V.BDV)
         do = do * weight
         store_tile(at(do_rows, b, h, row), do_rows.row, n_rows, do, BM, V.DV, V.BDV)
-    offset = tl.cast(b * geometry.heads + h, tl.int64) * rows_total + row
+    given = tl.cast(b * geometry.heads + h, tl.int64) * rows_total + row
+    offset = row_state(b, h, row, pitch16, geometry)
     if V.TAU:
         u = load_tile(at(u_rows, b, h, row), u_rows.row, 0, n_rows, BM, V.DV, V.BDV, True).to(tl.float32)
         n = tl.maximum(visible_count(i0 + lanes + sk - sq, sk, geometry, V), 1)
         mean = tl.sum(do * u, 1) / n
         tau = tl.load(tau_ptr + h).to(tl.float32)
         delta -= tau * mean
-        tl.store(mean_ptr + offset + lanes, mean, mask=exists)
+        tl.store(mean_ptr + given + lanes, mean, mask=exists)
         tl.store(share_ptr + offset + lanes, tau / n, mask=exists)
-    lse = tl.load(lse_ptr + offset + lanes, mask=exists, other=0.0)
+    lse = tl.load(lse_ptr + given + lanes, mask=exists, other=0.0)
     sees_nothing = lse == float("-inf")
     if HAS_DLSE:
         dlse_ptr += tl.cast(b, tl.int64) * dlse_strides[0] + tl.cast(h, tl.int64) * dlse_strides[1] + row * dlse_strides[2]
@@ -88,8 +93,10 @@ def prepare_rows(
     if call.gate is not None:
         do = launch.empty_rows(dy.shape[-1])
         dgate = out["dgate"] = torch.empty_like(call.gate)
-    lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
-    share, mean = (torch.empty_like(lse), torch.empty_like(lse)) if call.tau is not None else (delta, delta)
+    batch, heads, sq = lse.shape
+    buffers = torch.empty(2 if call.tau is None else 3, batch, heads, -(-sq // 16) * 16, dtype=torch.float32, device=lse.device)
+    rows = RowState(do, buffers[0], buffers[1], buffers[-1])
+    mean = lse if call.tau is None else torch.empty_like(lse)
     grid = launch.row_grid(BLOCK)
     if grid[0] and grid[1]:
         dlse_or_any = lse if dlse is None else dlse
@@ -99,10 +106,11 @@ def prepare_rows(
             dlse_or_any,
             dlse_or_any.stride(),
             launch.tau,
-            lse2,
-            delta,
-            share,
+            rows.lse2,
+            rows.delta,
+            rows.share,
             mean,
+            rows.pitch16,
             *launch.shared(call.cu_seqlens_q, BLOCK),
             V=launch.variant,
             HAS_DLSE=dlse is not None,
@@ -114,5 +122,5 @@ def prepare_rows(
         out["dtau"] = mean.sum(dim=(0, 2)).to(call.tau.dtype)
     if call.sink is not None:
         p_sink = torch.exp(call.sink.float()[None, :, None] - lse)
-        out["dsink"] = -(p_sink * delta).sum(dim=(0, 2)).to(call.sink.dtype)
-    return RowState(do, lse2, delta, share, mean)
+        out["dsink"] = -(p_sink * rows.delta[..., :sq]).sum(dim=(0, 2)).to(call.sink.dtype)
+    return rows

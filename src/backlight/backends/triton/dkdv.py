@@ -19,23 +19,25 @@ from backlight.backends.triton.primitives import (
     load_vector,
     locate,
     row_phase,
+    row_state,
     store_tile,
+    stream_tile,
     tile_gradient,
     visible,
     visible_count,
 )
 
 
-@triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
+@triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
 def dkdv_kernel(
-    q_rows, k_rows, v_rows, do_rows, dk_rows, dv_rows, lse2_ptr, delta_ptr, share_ptr, table_ptr, tau_ptr, scale, packing,
-    geometry, sq, sk, n_segments, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    q_rows, do_rows, q_desc, do_desc, k_rows, v_rows, dk_rows, dv_rows, lse2_ptr, delta_ptr, share_ptr, table_ptr, tau_ptr,
+    scale, pitch16, packing, geometry, sq, sk, n_segments,
+    V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     kv_heads = geometry.heads // geometry.group
     b = tl.program_id(1) // kv_heads
     g = tl.program_id(1) % kv_heads
-    rows_total = sq
     q_start = 0
     k_start = 0
     if V.VARLEN:
@@ -52,7 +54,7 @@ def dkdv_kernel(
     shift = sk - sq
     keys = (j0 + tl.arange(0, BN))[:, None]
     row_lanes = tl.arange(0, BM)[None, :]
-    skew = row_lanes - tl.arange(0, BN)[:, None]
+    key_lanes = tl.arange(0, BN)[:, None]
     k = load_tile(at(k_rows, b, g, k_start + j0), k_rows.row, 0, n_keys, BN, V.D, V.BD, True)
     v = load_tile(at(v_rows, b, g, k_start + j0), v_rows.row, 0, n_keys, BN, V.DV, V.BDV, True)
     BD: tl.constexpr = V.BD
@@ -63,7 +65,7 @@ def dkdv_kernel(
         h = g * geometry.group + member
         q_ptr = at(q_rows, b, h, q_start)
         do_ptr = at(do_rows, b, h, q_start)
-        offset = tl.cast(b * geometry.heads + h, tl.int64) * rows_total + q_start
+        offset = row_state(b, h, q_start, pitch16, geometry)
         head_table_ptr = table_ptr + tl.cast(h, tl.int64) * (geometry.n_bias + 2 * TABLE_PAD)
         threshold = 0.0
         if V.TAU:
@@ -73,10 +75,11 @@ def dkdv_kernel(
                 start, stop = row_phase(PHASE, j0, last_key, sq, sk, geometry, V, BM)
                 if start < stop:
                     for i0 in range(start, stop, BM):
+                        i0 = tl.multiple_of(i0, BM)
                         MASK: tl.constexpr = PHASE == 0 or PHASE == 4
                         BIAS: tl.constexpr = V.BIAS and PHASE != 1 and PHASE != 3
-                        q = load_tile(q_ptr, q_rows.row, i0, sq, BM, V.D, V.BD, MASK)
-                        do = load_tile(do_ptr, do_rows.row, i0, sq, BM, V.DV, V.BDV, MASK)
+                        q = stream_tile(q_rows, q_desc, q_ptr, b, h, i0, sq, BM, V.D, V.BD, MASK, TMA)
+                        do = stream_tile(do_rows, do_desc, do_ptr, b, h, i0, sq, BM, V.DV, V.BDV, MASK, TMA)
                         lse2 = load_vector(lse2_ptr + offset, i0, sq, float("inf"), BM, MASK)[None, :]
                         t = tl.dot(k, tl.trans(q), input_precision=V.PRECISION)
                         dp = tl.dot(v, tl.trans(do), input_precision=V.PRECISION)
@@ -92,7 +95,9 @@ def dkdv_kernel(
                             seen = visible(position, keys, sk, geometry, V)
                         bias2 = 0.0
                         if BIAS:
-                            bias2 = bias_tile(head_table_ptr, i0 + shift - j0 + geometry.bias_origin, skew, geometry, V)
+                            bias2 = bias_tile(
+                                head_table_ptr, i0 + shift - j0 + geometry.bias_origin, -key_lanes, row_lanes, geometry, V
+                            )
                         a, _, dx = tile_gradient(
                             t, dp, lse2, delta, bias2, share, threshold, alone, seen, geometry, V, MASK, BIAS
                         )
@@ -108,16 +113,21 @@ def dkdv_of(launch: Launch, rows: RowState) -> tuple[Tensor, Tensor]:
     dk, dv = torch.empty_like(call.k), torch.empty_like(call.v)
     grid = launch.key_grid(config.block_n)
     if grid[0] and grid[1]:
+        tma, descriptors = launch.descriptors(config, config.block_m, launch.q, rows.do)
         dkdv_kernel[grid](
-            *(rows_of(x) for x in (launch.q, launch.k, launch.v, rows.do, dk, dv)),
+            *(rows_of(x) for x in (launch.q, rows.do)),
+            *descriptors,
+            *(rows_of(x) for x in (launch.k, launch.v, dk, dv)),
             rows.lse2,
             rows.delta,
             rows.share,
             launch.table,
             launch.tau,
             float(call.scale),
+            rows.pitch16,
             *launch.shared(call.cu_seqlens_k, config.block_n),
             V=launch.variant,
+            TMA=tma,
             **config.launch,
         )
     return dk, dv

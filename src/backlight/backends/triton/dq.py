@@ -16,22 +16,23 @@ from backlight.backends.triton.primitives import (
     load_tile,
     load_vector,
     locate,
+    row_state,
     store_tile,
+    stream_tile,
     tile_gradient,
     visible,
     visible_count,
 )
 
 
-@triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
+@triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
 def dq_kernel(
-    q_rows, k_rows, v_rows, do_rows, dq_rows, lse2_ptr, delta_ptr, share_ptr, table_ptr, tau_ptr, scale, packing, geometry,
-    sq, sk, n_segments, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    q_rows, k_rows, v_rows, k_desc, v_desc, do_rows, dq_rows, lse2_ptr, delta_ptr, share_ptr, table_ptr, tau_ptr, scale,
+    pitch16, packing, geometry, sq, sk, n_segments, V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     b = tl.program_id(1) // geometry.heads
     h = tl.program_id(1) % geometry.heads
-    rows_total = sq
     q_start = 0
     k_start = 0
     if V.VARLEN:
@@ -46,18 +47,19 @@ def dq_kernel(
         tile = tl.num_programs(0) - 1 - tile
     i0 = tile * BM
     n_rows = sq - i0
-    k_ptr = at(k_rows, b, h // geometry.group, k_start)
-    v_ptr = at(v_rows, b, h // geometry.group, k_start)
+    g = h // geometry.group
+    k_ptr = at(k_rows, b, g, k_start)
+    v_ptr = at(v_rows, b, g, k_start)
     table_ptr += tl.cast(h, tl.int64) * (geometry.n_bias + 2 * TABLE_PAD)
     first_position = i0 + sk - sq
     last_position = tl.minimum(i0 + BM, sq) - 1 + sk - sq
     position = (first_position + tl.arange(0, BM))[:, None]
     key_lanes = tl.arange(0, BN)[None, :]
-    skew = tl.arange(0, BM)[:, None] - key_lanes
+    row_lanes = tl.arange(0, BM)[:, None]
 
     q = load_tile(at(q_rows, b, h, q_start + i0), q_rows.row, 0, n_rows, BM, V.D, V.BD, True)
     do = load_tile(at(do_rows, b, h, q_start + i0), do_rows.row, 0, n_rows, BM, V.DV, V.BDV, True)
-    offset = tl.cast(b * geometry.heads + h, tl.int64) * rows_total + q_start + i0
+    offset = row_state(b, h, q_start + i0, pitch16, geometry)
     lse2 = load_vector(lse2_ptr + offset, 0, n_rows, float("inf"), BM, True)[:, None]
     delta = load_vector(delta_ptr + offset, 0, n_rows, 0.0, BM, True)[:, None]
     share = 0.0
@@ -76,8 +78,8 @@ def dq_kernel(
                 for j0 in range(start, stop, BN):
                     MASK: tl.constexpr = PHASE == 0 or PHASE == 4
                     BIAS: tl.constexpr = V.BIAS and PHASE != 1 and PHASE != 3
-                    k = load_tile(k_ptr, k_rows.row, j0, sk, BN, V.D, V.BD, MASK)
-                    v = load_tile(v_ptr, v_rows.row, j0, sk, BN, V.DV, V.BDV, MASK)
+                    k = stream_tile(k_rows, k_desc, k_ptr, b, g, j0, sk, BN, V.D, V.BD, MASK, TMA)
+                    v = stream_tile(v_rows, v_desc, v_ptr, b, g, j0, sk, BN, V.DV, V.BDV, MASK, TMA)
                     t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
                     dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
                     seen = alone
@@ -85,7 +87,9 @@ def dq_kernel(
                         seen = visible(position, j0 + key_lanes, sk, geometry, V)
                     bias2 = 0.0
                     if BIAS:
-                        bias2 = bias_tile(table_ptr, first_position - j0 + geometry.bias_origin, skew, geometry, V)
+                        bias2 = bias_tile(
+                            table_ptr, first_position - j0 + geometry.bias_origin, row_lanes, -key_lanes, geometry, V
+                        )
                     _, _, dx = tile_gradient(t, dp, lse2, delta, bias2, share, threshold, alone, seen, geometry, V, MASK, BIAS)
                     dq = tl.dot(dx.to(k.dtype), k, dq, input_precision=V.PRECISION)
     store_tile(at(dq_rows, b, h, q_start + i0), dq_rows.row, n_rows, dq * scale, BM, V.D, V.BD)
@@ -97,16 +101,21 @@ def dq_of(launch: Launch, rows: RowState) -> Tensor:
     grid = launch.row_grid(config.block_m)
     dq = torch.empty_like(call.q)
     if grid[0] and grid[1]:
+        tma, descriptors = launch.descriptors(config, config.block_n, launch.k, launch.v)
         dq_kernel[grid](
-            *(rows_of(x) for x in (launch.q, launch.k, launch.v, rows.do, dq)),
+            *(rows_of(x) for x in (launch.q, launch.k, launch.v)),
+            *descriptors,
+            *(rows_of(x) for x in (rows.do, dq)),
             rows.lse2,
             rows.delta,
             rows.share,
             launch.table,
             launch.tau,
             float(call.scale),
+            rows.pitch16,
             *launch.shared(call.cu_seqlens_q, config.block_m),
             V=launch.variant,
+            TMA=tma,
             **config.launch,
         )
     return dq

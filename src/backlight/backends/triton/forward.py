@@ -23,6 +23,7 @@ from backlight.backends.triton.primitives import (
     locate,
     logits,
     store_tile,
+    stream_tile,
     visible,
     visible_count,
 )
@@ -31,8 +32,8 @@ from backlight.call import Call
 
 @triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
 def fwd_kernel(
-    q_rows, k_rows, v_rows, gate_rows, y_rows, u_rows, lse_ptr, table_ptr, sink_ptr, tau_ptr, packing, geometry,
-    sq, sk, n_segments, V: tl.constexpr, SAVE_U: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    q_rows, k_rows, v_rows, k_desc, v_desc, gate_rows, y_rows, u_rows, lse_ptr, table_ptr, sink_ptr, tau_ptr, packing, geometry,
+    sq, sk, n_segments, V: tl.constexpr, SAVE_U: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     b = tl.program_id(1) // geometry.heads
@@ -53,14 +54,15 @@ def fwd_kernel(
         tile = tl.num_programs(0) - 1 - tile
     i0 = tile * BM
     n_rows = sq - i0
-    k_ptr = at(k_rows, b, h // geometry.group, k_start)
-    v_ptr = at(v_rows, b, h // geometry.group, k_start)
+    g = h // geometry.group
+    k_ptr = at(k_rows, b, g, k_start)
+    v_ptr = at(v_rows, b, g, k_start)
     table_ptr += tl.cast(h, tl.int64) * (geometry.n_bias + 2 * TABLE_PAD)
     first_position = i0 + sk - sq
     last_position = tl.minimum(i0 + BM, sq) - 1 + sk - sq
     position = (first_position + tl.arange(0, BM))[:, None]
     key_lanes = tl.arange(0, BN)[None, :]
-    skew = tl.arange(0, BM)[:, None] - key_lanes
+    row_lanes = tl.arange(0, BM)[:, None]
     q = load_tile(at(q_rows, b, h, q_start + i0), q_rows.row, 0, n_rows, BM, V.D, V.BD, True)
 
     # maxima are kept in units of x: raw products where the logit is their positive multiple, else base-2 logits
@@ -81,11 +83,13 @@ def fwd_kernel(
                 for j0 in range(start, stop, BN):
                     MASK: tl.constexpr = PHASE == 0 or PHASE == 4
                     BIAS: tl.constexpr = V.BIAS and PHASE != 1 and PHASE != 3
-                    k = load_tile(k_ptr, k_rows.row, j0, sk, BN, V.D, V.BD, MASK)
+                    k = stream_tile(k_rows, k_desc, k_ptr, b, g, j0, sk, BN, V.D, V.BD, MASK, TMA)
                     x = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
                     bias2 = 0.0
                     if BIAS:
-                        bias2 = bias_tile(table_ptr, first_position - j0 + geometry.bias_origin, skew, geometry, V)
+                        bias2 = bias_tile(
+                            table_ptr, first_position - j0 + geometry.bias_origin, row_lanes, -key_lanes, geometry, V
+                        )
                     if not V.LINEAR:
                         x, _ = logits(x, bias2, geometry, V, BIAS)
                     if MASK:
@@ -100,7 +104,7 @@ def fwd_kernel(
                     row_sum = row_sum * rescale + tl.sum(p, 1)
                     row_max = new_max
                     if not V.TAU:
-                        v = load_tile(v_ptr, v_rows.row, j0, sk, BN, V.DV, V.BDV, MASK)
+                        v = stream_tile(v_rows, v_desc, v_ptr, b, g, j0, sk, BN, V.DV, V.BDV, MASK, TMA)
                         o = tl.dot(p.to(v.dtype), v, o * rescale[:, None], input_precision=V.PRECISION)
     lse2 = row_max * unit + tl.log2(row_sum)
     y_ptr = at(y_rows, b, h, q_start + i0)
@@ -119,11 +123,13 @@ def fwd_kernel(
                     for j0 in range(start, stop, BN):
                         MASK: tl.constexpr = PHASE == 0 or PHASE == 4
                         BIAS: tl.constexpr = V.BIAS and PHASE != 1 and PHASE != 3
-                        k = load_tile(k_ptr, k_rows.row, j0, sk, BN, V.D, V.BD, MASK)
+                        k = stream_tile(k_rows, k_desc, k_ptr, b, g, j0, sk, BN, V.D, V.BD, MASK, TMA)
                         t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
                         bias2 = 0.0
                         if BIAS:
-                            bias2 = bias_tile(table_ptr, first_position - j0 + geometry.bias_origin, skew, geometry, V)
+                            bias2 = bias_tile(
+                                table_ptr, first_position - j0 + geometry.bias_origin, row_lanes, -key_lanes, geometry, V
+                            )
                         s2, _ = logits(t, bias2, geometry, V, BIAS)
                         p = tl.exp2(s2 - safe_lse2)
                         seen = n > 0
@@ -131,7 +137,7 @@ def fwd_kernel(
                             seen = visible(position, j0 + key_lanes, sk, geometry, V)
                             p = tl.where(seen, p, 0.0)
                         _, a, m = elastic(p, share, threshold, n == 1, seen, MASK, V)
-                        v = load_tile(v_ptr, v_rows.row, j0, sk, BN, V.DV, V.BDV, MASK)
+                        v = stream_tile(v_rows, v_desc, v_ptr, b, g, j0, sk, BN, V.DV, V.BDV, MASK, TMA)
                         o = tl.dot(a.to(v.dtype), v, o, input_precision=V.PRECISION)
                         if SAVE_U:
                             u = tl.dot(m.to(v.dtype), v, u, input_precision=V.PRECISION)
@@ -155,8 +161,11 @@ def forward(call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     config = launch.config("forward")
     grid = launch.row_grid(config.block_m)
     if grid[0] and grid[1]:
+        tma, descriptors = launch.descriptors(config, config.block_n, launch.k, launch.v)
         fwd_kernel[grid](
-            *(rows_of(x) for x in (launch.q, launch.k, launch.v, launch.gate, y, y if u is None else u)),
+            *(rows_of(x) for x in (launch.q, launch.k, launch.v)),
+            *descriptors,
+            *(rows_of(x) for x in (launch.gate, y, y if u is None else u)),
             lse,
             launch.table,
             launch.sink,
@@ -164,6 +173,7 @@ def forward(call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
             *launch.shared(call.cu_seqlens_q, config.block_m),
             V=launch.variant,
             SAVE_U=u is not None,
+            TMA=tma,
             **config.launch,
         )
     return y, lse, u

@@ -23,6 +23,12 @@ def rows_of(tensor: Tensor) -> Rows:
     return Rows(tensor, *tensor.stride()[:3])
 
 
+def describable(tensor: Tensor) -> bool:
+    """TMA: Hopper or later, 16-byte aligned base and strides, no stride of 0."""
+    aligned = tensor.data_ptr() % 16 == 0 and all(s > 0 and s * tensor.element_size() % 16 == 0 for s in tensor.stride()[:3])
+    return tensor.is_cuda and aligned and torch.cuda.get_device_capability(tensor.device)[0] >= 9
+
+
 class Launch:
     def __init__(self, call: Call):
         self.call = call
@@ -80,6 +86,19 @@ class Launch:
             FP32=call.q.dtype == torch.float32,
             NVIDIA=call.q.is_cuda and torch.version.hip is None,
             PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        )
+
+    def descriptors(self, config: KernelConfig, block: int, *tensors: Tensor) -> tuple[bool, tuple[Any, ...]]:
+        """Whether main loops read these tensors through TMA, and their descriptors of `block` rows a tile.
+
+        Packed sequences do not: a descriptor ends with its tensor, not with a segment.
+        """
+        if not config.tma or self.call.varlen or not all(map(describable, tensors)):
+            return False, tensors
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return True, tuple(
+            TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, block, padded(x.shape[-1])]) for x in tensors
         )
 
     def row_grid(self, block: int) -> tuple[int, int]:

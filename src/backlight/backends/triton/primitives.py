@@ -174,17 +174,21 @@ def tanh(x, V: tl.constexpr):
 
 
 @triton.jit
-def bias_tile(table_ptr, column, skew, geometry, V: tl.constexpr):
-    """Bias of a tile whose first row and key lie `column` apart in the table; skew is row minus key inside the tile."""
+def bias_tile(table_ptr, column, down, across, geometry, V: tl.constexpr):
+    """Bias of a tile whose first row and key lie `column` apart in the table.
+
+    The distance inside it is a sum of `down` [:, None] and `across` [None, :], added in this order: then what is constant for a
+    thread ends up in the instruction and not in a register per element.
+    """
     # beyond the padding all is zero, wherever the tile lies
     column = tl.minimum(tl.maximum(column, -TABLE_PAD // 2), geometry.n_bias + TABLE_PAD // 2) + TABLE_PAD
     if V.NVIDIA:
         # a load that Triton does not recognise stays where it is used: its pipeliner would copy the tile through shared memory
-        address = (table_ptr + column).to(tl.int64) + skew.to(tl.int64) * 4
+        address = (table_ptr + column + down + across).to(tl.int64)
         return tl.inline_asm_elementwise(
             "ld.global.nc.f32 $0, [$1];", "=f,l", [address], dtype=tl.float32, is_pure=True, pack=1
         )
-    return tl.load(table_ptr + column + skew)
+    return tl.load(table_ptr + column + down + across)
 
 
 @triton.jit
@@ -275,6 +279,23 @@ def load_tile(ptr, stride, start, n, B: tl.constexpr, D: tl.constexpr, BD: tl.co
     if EDGE:
         return tl.load(pointers, mask=inside, other=0.0)
     return tl.load(pointers)
+
+
+@triton.jit
+def stream_tile(
+    tensor, descriptor, ptr, b, h, start, n, B: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EDGE: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """`load_tile` in a main loop: through the tensor's descriptor where there is one, which costs no address registers."""
+    if TMA:
+        return descriptor.load([b, h, start, 0]).reshape([B, BD])
+    return load_tile(ptr, tensor.row, start, n, B, D, BD, EDGE)
+
+
+@triton.jit
+def row_state(b, h, row, pitch16, geometry):
+    """Offset of a row in the fp32 row buffers, whose pitch is a multiple of 16 so that vectors of them load aligned."""
+    return tl.cast(b * geometry.heads + h, tl.int64) * (pitch16 * 16) + row
 
 
 @triton.jit
