@@ -20,6 +20,7 @@ from backlight.bench.gate import Gate
 from backlight.bench.workload import Workload
 from backlight.call import Call
 from backlight.cases import BF16, FP32, Case
+from backlight.doctor import fa3
 from backlight.reference import oracle
 from backlight.spec import AttentionSpec
 
@@ -92,7 +93,7 @@ def test_refusals_say_why(name: str, case: Case, device: torch.device, words: st
 )
 def test_fa3_refusals_on_hopper(dtype: torch.dtype, case: Case, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.delenv(peers_fa3.VARIABLE, raising=False)
+    monkeypatch.delenv(fa3.VARIABLE, raising=False)
     assert words in peers.adapter("fa3").refuse(Workload(case, dtype), CUDA)
 
 
@@ -114,9 +115,20 @@ def test_select_keeps_order_and_drops_repeats() -> None:
 
 
 def dense_flex(
-    q: Tensor, k: Tensor, v: Tensor, *, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_aux=None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    score_mod=None,
+    block_mask=None,
+    scale=None,
+    enable_gqa=False,
+    kernel_options=None,
+    return_aux=None,
 ):
-    """`flex_attention` as its documentation defines it, without tiles."""
+    """`flex_attention` as its documentation defines it, without tiles; tiles of more than one stage do not fit."""
+    if (kernel_options or {}).get("fwd_num_stages", 3) > dense_flex.stages:
+        raise RuntimeError("No valid triton configs. OutOfMemoryError: out of resource: Required: 245760 Hardware limit:232448")
     group = q.shape[1] // k.shape[1]
     assert enable_gqa or group == 1
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -131,13 +143,59 @@ def dense_flex(
     return o if return_aux is None else (o, SimpleNamespace(lse=lse))
 
 
-@pytest.mark.parametrize("case", [case for case in VARIANTS if case.tau is None], ids=lambda case: case.name)
-def test_flex_expresses_the_case(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+dense_flex.stages = 3
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr("torch.nn.attention.flex_attention.flex_attention", dense_flex)
     monkeypatch.setattr(peers_flex, "make_block_mask", peers_flex.mask_function)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("case", [case for case in VARIANTS if case.tau is None], ids=lambda case: case.name)
+def test_flex_expresses_the_case(case: Case, stand_in: pytest.MonkeyPatch) -> None:
     verdict = judged("flex", case)
     assert verdict.status == "ok", verdict
+
+
+BIASED = Case("bias", b=1, hq=2, hkv=2, sq=40, sk=40, d=16, causal=True, bias=8)
+
+
+def test_flex_takes_the_first_kernel_options_that_fit(stand_in: pytest.MonkeyPatch) -> None:
+    """With a captured bias the default tiles of FlexAttention need more shared memory than an H200 has."""
+    tensors = Workload(BIASED, FP32).draw(CPU)
+    assert peers_flex.Flex().build(tensors).options == {}
+    stand_in.setattr(dense_flex, "stages", 2)
+    found = peers_flex.Flex().build(tensors)
+    assert found.options == {"fwd_num_stages": 2}
+    assert found.detail == "torch.compile, fwd_num_stages=2"
+    stand_in.setattr(dense_flex, "stages", 0)
+    with pytest.raises(RuntimeError, match="out of resource"):
+        peers_flex.Flex().build(tensors)
+
+
+def test_flex_begins_with_what_another_process_found(stand_in: pytest.MonkeyPatch) -> None:
+    tried = []
+    stand_in.setattr(peers_flex, "_compiled", lambda name, tensors, mask, options: tried.append(options))
+    flex, workload = peers_flex.Flex(), Workload(BIASED, FP32)
+    flex.prefer(workload, {"fwd_num_stages": 1})
+    flex.build(workload.draw(CPU))
+    flex.build(Workload(PLAIN, FP32).draw(CPU))
+    assert tried == [{"fwd_num_stages": 1}, {}]
+
+
+def test_other_errors_of_flex_are_not_tried_away() -> None:
+    tried = []
+
+    def build(options: dict[str, int]) -> None:
+        tried.append(options)
+        raise RuntimeError("unsupported head dimension")
+
+    with pytest.raises(RuntimeError, match="unsupported"):
+        peers_flex.first_that_fits(peers_flex.KERNEL_OPTIONS, build)
+    assert tried == [{}]
 
 
 @pytest.mark.clean_memory
@@ -146,7 +204,8 @@ def test_the_compiler_traces_flex_in_one_graph(case: Case) -> None:
     """The real `flex_attention`, forward only: it has no backward on a CPU."""
     call = Workload(case, FP32).draw(CPU).call
     torch._dynamo.reset()
-    traced = torch.compile(peers_flex.attention(call), dynamic=False, fullgraph=True, backend="eager")
+    options = peers_flex.KERNEL_OPTIONS[-1]
+    traced = torch.compile(peers_flex.attention(call, options), dynamic=False, fullgraph=True, backend="eager")
     terms = {name: getattr(call, name) for name in ("bias", "sink", "gate") if getattr(call, name) is not None}
     y = traced(call.q, call.k, call.v, block_mask=peers_flex.make_block_mask(call), **terms)
     torch.testing.assert_close(y.double(), oracle(call).y, rtol=0, atol=1e-5)
@@ -235,14 +294,14 @@ def test_a_packed_library_is_unpacked_once(tmp_path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     packed = tmp_path / "_C.so.xz"
     packed.write_bytes(lzma.compress(b"library" * 1000))
-    first = peers_fa3.unpacked(packed)
+    first = fa3.unpacked(packed)
     assert first.read_bytes() == b"library" * 1000
     assert first.name == "_C.so"
     first.write_bytes(b"kept")
-    assert peers_fa3.unpacked(packed).read_bytes() == b"kept"
-    assert peers_fa3.unpacked(first) == first
+    assert fa3.unpacked(packed).read_bytes() == b"kept"
+    assert fa3.unpacked(first) == first
 
 
 def test_a_named_library_that_is_missing_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(peers_fa3.VARIABLE, str(tmp_path / "_C.so"))
-    assert peers_fa3.absent() == "BACKLIGHT_FA3 names a file that does not exist"
+    monkeypatch.setenv(fa3.VARIABLE, str(tmp_path / "_C.so"))
+    assert fa3.absent() == "BACKLIGHT_FA3 names a file that does not exist"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_records import record, times
+from bench_records import record, times, variants_record
 from rich.console import Console
 
 from backlight.bench.table import profile_table, ratio, render, rows_by
@@ -110,3 +110,40 @@ def test_profile_table_names_kernels_and_registers() -> None:
     assert "_bwd_dkdv_kernel" in text
     assert "168 registers, 0 spills, 98304 bytes shared" in text
     assert "80.0%" in text
+
+
+def test_what_a_term_costs_is_a_table_and_a_picture(tmp_path: Path) -> None:
+    from backlight.bench.plots import cost_bars, draw
+    from backlight.bench.results import add_costs
+
+    assert cost_bars(record()) is None
+    data = variants_record()
+    add_costs(data)
+    text = printed(data)
+    assert "cost of a term" in text
+    assert "1.20 1.20 1.20" in text
+    assert "3.00 3.00 3.00" in text
+    # ours on the variant, 1.8 units, over the peer's plain, 2 units
+    assert "ours / plain flex" in text
+    assert "0.90" in text
+    (axes,) = cost_bars(data).axes
+    widths = sorted(round(bar.get_width(), 6) for bar in axes.patches)
+    assert widths == [1.2, 3.0]
+    names = {path.name for path in draw(data, tmp_path, "run")}
+    assert "run-costs.png" in names
+    # two cases of one length: bars, not lines over S
+    assert "run-rates.png" in names
+
+
+def test_memory_of_many_variants_fills_a_grid() -> None:
+    from backlight.bench.plots import MEMORY_COLUMNS, memory
+
+    data = record()
+    cases, rows = [], []
+    for number in range(MEMORY_COLUMNS + 2):
+        for case in data["cases"][:3]:
+            options = {**case["case"], "softcap": float(number)}
+            cases.append({**case, "id": f"{case['id']},{number}", "case": options})
+            rows += [{**row, "case": cases[-1]["id"]} for row in data["rows"] if row["case"] == case["id"]]
+    figure = memory(data | {"cases": cases, "rows": rows})
+    assert len([axes for axes in figure.axes if axes.get_lines()]) == MEMORY_COLUMNS + 2

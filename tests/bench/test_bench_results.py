@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from bench_records import record, times
+from bench_records import record, times, variants_record
 
 from backlight.bench import regress
-from backlight.bench.results import Results, load
+from backlight.bench.results import Results, add_costs, load
 from backlight.bench.workload import Workload
 from backlight.cases import FP32, Case
 
@@ -103,3 +103,31 @@ def test_other_machines_are_pointed_out() -> None:
     new["machine"]["card"] = "Another card"
     assert regress.comparable(old, new) == ["card differs: Test card and Another card"]
     assert not regress.comparable(old, old)
+
+
+def test_costs_are_read_within_one_race_where_plain_was_in_it() -> None:
+    data = variants_record()
+    add_costs(data)
+    plain, theirs, ours, peer = data["rows"]
+    assert "over_plain" not in plain
+    assert "over_plain" not in theirs
+    assert ours["over_plain"] == pytest.approx(dict.fromkeys(("forward", "backward", "both"), 1.2))
+    assert peer["over_plain"] == pytest.approx(dict.fromkeys(("forward", "backward", "both"), 3.0))
+
+
+def test_a_red_plain_gives_no_cost() -> None:
+    data = variants_record()
+    data["rows"][1]["status"] = "wrong"
+    add_costs(data)
+    assert "over_plain" not in data["rows"][3]
+
+
+def test_a_record_is_written_at_most_every_moment(tmp_path: Path) -> None:
+    run = results(tmp_path / "run.json")
+    run.save()
+    run.row(WORKLOAD, "backlight")["status"] = "ok"
+    run.save_soon()
+    assert load(run.path)["rows"] == []
+    run.saved_at -= 60
+    run.save_soon()
+    assert len(load(run.path)["rows"]) == 1

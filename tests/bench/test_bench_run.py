@@ -18,11 +18,11 @@ import torch
 from typer.testing import CliRunner
 
 from backlight import registry
-from backlight.bench import command, machine, memory, profile, runner, suites
+from backlight.bench import command, machine, memory, profile, runner, step, suites
 from backlight.bench.contender import Contender
 from backlight.bench.peers import adapter
 from backlight.bench.results import load
-from backlight.bench.runner import Settings
+from backlight.bench.step import Settings
 from backlight.bench.suites import MEMORY, OVERHEAD, SPEED, Suite
 from backlight.bench.workload import Tensors, Workload
 from backlight.cases import FP32, Case
@@ -277,6 +277,68 @@ def test_variants_cover_what_nobody_else_differentiates() -> None:
         assert any(getattr(case, name) for case in cases)
 
 
+def test_every_variant_has_plain_of_its_shape_beside_it() -> None:
+    for device in ("cuda", "cpu"):
+        suite = suites.suite("variants", torch.device(device))
+        by_id = {workload.id: workload.case for workload in suite.workloads}
+        for case in by_id.values():
+            plain_id = suite.plain.get(f"{case.name}/{'bf16' if device == 'cuda' else 'fp32'}")
+            if plain_id is None:
+                assert case.varlen or case.name.startswith("causal")
+                continue
+            plain = by_id[plain_id]
+            shape = ("b", "hq", "sq", "sk", "d", "causal")
+            assert [getattr(plain, x) for x in shape] == [getattr(case, x) for x in shape]
+            assert (plain.hkv, plain.bias, plain.tau, plain.sink, plain.window) == (plain.hq, None, None, False, (None, None))
+
+
+def test_the_published_shape_is_among_the_variants() -> None:
+    """B4 H16 L4096 D64 with a table of 4096: where the elastic softmax was published at 4.5 times softmax attention."""
+    suite = suites.suite("variants", torch.device("cuda"))
+    (found,) = (w for w in suite.workloads if w.case.bias == 4096)
+    case = found.case
+    assert (case.b, case.hq, case.sq, case.d, case.tau) == (4, 16, 4096, 64, (-1.0,))
+    assert found.dtype == torch.bfloat16
+    assert found.id in suite.plain
+
+
+def test_ours_on_plain_is_raced_beside_a_variant(tmp_path: Path) -> None:
+    sink = Workload(replace(TINY.case, name="sink", sink=True), FP32)
+    suite = replace(SUITE, workloads=(TINY, sink), plain={sink.id: TINY.id})
+    data = run(adapter("backlight"), adapter("eager"), suite=suite, path=tmp_path / "run.json")
+    rows = {(row["case"], row["contender"]): row for row in data["rows"]}
+    ours, eager = rows[sink.id, "backlight"], rows[sink.id, "eager"]
+    assert len(ours["plain_times"]["both"]["round_medians_ms"]) == 2
+    beside = ours["plain_times"]["both"]["median_ms"]
+    assert ours["over_plain"]["both"] == pytest.approx(ours["times"]["both"]["median_ms"] / beside)
+    assert "plain_times" not in eager
+    alone = rows[TINY.id, "eager"]["times"]["both"]["median_ms"]
+    assert eager["over_plain"]["both"] == pytest.approx(eager["times"]["both"]["median_ms"] / alone)
+    assert len(rows) == 4
+
+
+def test_options_a_contender_settled_on_are_recorded(tmp_path: Path) -> None:
+    class Settled(Wrong):
+        name = "settled"
+
+        def build(self, tensors: Tensors) -> Contender:
+            return replace(adapter("sdpa-math").build(tensors), name=self.name, options={"stages": 2})
+
+    rows = by_name(run(Settled(), adapter("backlight"), path=tmp_path / "run.json"))
+    assert rows["settled"]["options"] == {"stages": 2}
+    assert "options" not in rows["backlight"]
+
+
+def test_long_lengths_of_the_memory_suite_take_the_verdict_of_short_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "cpu_peak", lambda workload, name: {"peak_bytes": 1})
+    monkeypatch.setattr(step, "JUDGED_PAIRS", 0)
+    rows = by_name(run(adapter("backlight"), suite=replace(SUITE, kind=MEMORY, phases=()), path=tmp_path / "run.json"))
+    assert rows["backlight"]["gate"]["status"] == "not judged"
+    assert "times" not in rows["backlight"]
+
+
 def test_cpu_and_memory_hold_the_bars() -> None:
     ids = {workload.id for workload in suites.suite("cpu", CPU).workloads}
     assert {"causal,s=4096/fp32", "full,s=4096/fp32", "causal,s=4096/bf16", "lazy,s=4096/fp32"} <= ids
@@ -306,6 +368,17 @@ def test_profile_takes_a_call_apart(tmp_path: Path) -> None:
         assert sum(part["time_ms"] for part in parts) == pytest.approx(found["phases"][phase]["time_ms"])
         assert any("mm" in part["name"] for part in parts), [part["name"] for part in parts]
     assert by_name(data)["wrong"]["status"] == "wrong"
+
+
+def test_a_contender_that_cannot_be_profiled_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = profile.run(TINY, (Broken(), adapter("backlight")), CPU, tmp_path / "profile.json")
+    rows = by_name(data)
+    assert rows["broken"]["reason"].startswith("RuntimeError: no engine for this shape")
+    assert rows["backlight"]["status"] == "ok"
+    monkeypatch.setattr(profile, "measure", lambda work, device, workload: [])
+    rows = by_name(profile.run(TINY, (adapter("backlight"),), CPU, tmp_path / "profile.json"))
+    assert rows["backlight"]["status"] == "failed"
+    assert "recorded no kernels" in rows["backlight"]["reason"]
 
 
 def test_compiled_kernels_are_read_from_backend_modules() -> None:

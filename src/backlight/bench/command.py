@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from typer.core import TyperGroup
 
 DEFAULT = "run"
 LOG_WIDTH = 200
+MOST_PROCESSES = 12
 # the step of each case that a log, which has no live line, tells about
 LOGGED = ": drawing"
 
@@ -81,9 +83,22 @@ def run(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer lengths and shorter measurements.")] = False,
     plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw the pictures beside the JSON.")] = True,
     profile: Annotated[str, typer.Option(metavar="CASE", help="Take one case apart into its kernels instead of a suite.")] = "",
+    resume: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Measure the cases this record lacks, with its suite and settings."),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="Stop after so long; the record says so and can be resumed.")
+    ] = None,
+    processes: Annotated[
+        int, typer.Option(min=0, help="Compile ahead in so many processes, on CUDA; 0 = each contender in its turn.")
+    ] = max(0, min(MOST_PROCESSES, (os.cpu_count() or 1) - 2)),
 ) -> None:
     """Run SUITE and write its JSON, table and pictures."""
     from backlight.bench import machine, peers, suites
+    from backlight.bench.results import load
+    from backlight.bench.resume import CannotResume
+    from backlight.bench.step import Settings
     from backlight.bench.table import render
 
     try:
@@ -93,23 +108,35 @@ def run(
         if profile:
             _profile(suites.find(profile, chosen_device), peers.select(wanted or ("backlight",)), chosen_device, folder, plot)
             return
+        earlier = None if resume is None else load(resume)
+        if earlier is not None:
+            suite, quick, rounds = earlier["suite"], earlier["settings"]["quick"], earlier["settings"]["rounds"]
+            wanted = tuple(earlier["settings"]["contenders"])
         chosen = suites.suite(suite, chosen_device, quick)
         adapters = peers.select(wanted or chosen.contenders)
+        path = folder / f"{chosen.name}-{machine.stamp()}.json" if resume is None else resume
     except ValueError as error:
         raise _fail(error) from None
-    path = folder / f"{chosen.name}-{machine.stamp()}.json"
-    data = _run_suite(chosen, adapters, chosen_device, path, rounds or chosen.rounds, quick)
+    settings = Settings(rounds or chosen.rounds, quick or chosen.hasty, seconds=seconds, processes=processes)
+    try:
+        data = _run_suite(chosen, adapters, chosen_device, path, settings, earlier)
+    except CannotResume as error:
+        raise _fail(error) from None
     _console().print(render(data))
     _written(path)
     if plot:
         _draw(data, path)
-    if data["status"] != "complete":
+    if data["status"] == "stopped":
+        words = f"stopped after {seconds:.0f} s; go on with: backlight bench --resume {path}"
+        _console().print(words, style="yellow", soft_wrap=True)
+    elif data["status"] != "complete":
         raise typer.Exit(130)
 
 
-def _run_suite(suite: Any, adapters: Any, device: torch.device, path: Path, rounds: int, quick: bool) -> dict[str, Any]:
+def _run_suite(
+    suite: Any, adapters: Any, device: torch.device, path: Path, settings: Any, earlier: dict[str, Any] | None
+) -> dict[str, Any]:
     from backlight.bench.results import load
-    from backlight.bench.runner import Settings
     from backlight.bench.runner import run as run_suite
 
     console = _console()
@@ -123,7 +150,7 @@ def _run_suite(suite: Any, adapters: Any, device: torch.device, path: Path, roun
             progress.update(task, description=what, completed=done, total=total)
 
         try:
-            run_suite(suite, adapters, device, path, Settings(rounds, quick or suite.hasty), report)
+            run_suite(suite, adapters, device, path, settings, report, earlier)
         except KeyboardInterrupt:
             progress.console.print("interrupted; what was measured is kept", style="yellow")
     return load(path)

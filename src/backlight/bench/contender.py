@@ -13,6 +13,8 @@ from torch import Tensor
 from backlight.bench.workload import Tensors, Workload
 
 AUTOGRAD, BARE = "autograd", "bare op"
+# what an adapter that compiles says as `compiles`: anew for every shape, or once for a kind of call whatever its lengths
+PER_SHAPE, PER_KIND = "every shape", "every kind"
 Layout = Callable[[Tensor], Tensor]
 GRADIENT_INPUTS = ("q", "k", "v", "bias", "sink", "tau", "gate")
 # tensors with rows and columns of their own; the others are [Hq] or [Hq, n] in every layout
@@ -20,7 +22,11 @@ ROW_TENSORS = ("q", "k", "v", "gate")
 
 
 class Adapter(Protocol):
-    """One way to compute attention. `name` is what users type and tables show."""
+    """One way to compute attention. `name` is what users type and tables show.
+
+    Optional: `compiles` (PER_SHAPE or PER_KIND) where building takes seconds that parallel processes can spend beforehand, and
+    `prefer(workload, options)`, which is told the options that such a process settled on.
+    """
 
     @property
     def name(self) -> str: ...
@@ -44,6 +50,7 @@ class Contender:
     canonical: own layout -> [B,H,S,D], for y and every row tensor.
     scope:     entered around everything; switches that are global in the peer.
     path:      "autograd", or "bare op" where forward and backward are called without it.
+    options:   what the adapter had to settle on to make it run; recorded.
     """
 
     name: str
@@ -55,6 +62,7 @@ class Contender:
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext
     path: str = AUTOGRAD
     detail: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
 
     def forward(self) -> Tensor:
         with torch.no_grad():

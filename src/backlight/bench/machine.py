@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
+import threading
 import time
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -27,6 +30,8 @@ SMI_FIELDS = {
     "power_draw_w": "power.draw",
     "temperature_c": "temperature.gpu",
 }
+COMMIT_VARIABLE = "BACKLIGHT_COMMIT"
+UNDER_LOAD = ("sm_clock_mhz", "power_draw_w", "temperature_c")
 MATMUL_SIZE = {"cuda": 8192, "cpu": 2048}
 COPY_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
 SMALL = 2
@@ -72,15 +77,28 @@ def machine_line(found: dict[str, Any]) -> str:
     return "; ".join([*parts, found["date"][:10], f"commit {found['commit'] or 'unknown'}"])
 
 
-def nvidia_smi(device: torch.device) -> dict[str, str]:
+def nvidia_smi(device: torch.device, fields: Sequence[str] = tuple(SMI_FIELDS)) -> dict[str, str]:
     """What the driver's own tool says now; empty where it is missing."""
     if shutil.which("nvidia-smi") is None:
         return {}
-    query = f"--query-gpu={','.join(SMI_FIELDS.values())}"
+    query = f"--query-gpu={','.join(SMI_FIELDS[name] for name in fields)}"
     index = str(device.index or 0)
     line = _output(["nvidia-smi", query, "--format=csv,noheader,nounits", "-i", index])
     values = [value.strip() for value in line.split(",")]
-    return dict(zip(SMI_FIELDS, values, strict=True)) if len(values) == len(SMI_FIELDS) else {}
+    return dict(zip(fields, values, strict=True)) if len(values) == len(fields) else {}
+
+
+class Watch:
+    """Clock, power and temperature of a card while it works, asked for from a thread that does not hold up the work."""
+
+    def __init__(self, device: torch.device):
+        self.found: dict[str, str] = {}
+        self._thread = threading.Thread(target=lambda: self.found.update(nvidia_smi(device, UNDER_LOAD)), daemon=True)
+        self._thread.start()
+
+    def read(self) -> dict[str, str]:
+        self._thread.join()
+        return self.found
 
 
 def ptxas() -> str | None:
@@ -93,14 +111,21 @@ def ptxas() -> str | None:
 
 
 def commit() -> str | None:
-    """Commit of the checkout this package lies in, `+` when files differ from it; None outside a checkout."""
+    """What BACKLIGHT_COMMIT says, else the commit of the checkout this package lies in, `+` when files differ from it.
+
+    None outside a checkout. The variable is for copies of a checkout that were taken without its history.
+    """
+    if named := os.environ.get(COMMIT_VARIABLE, "").strip():
+        return named
     here = Path(__file__).resolve()
     root = next((folder for folder in here.parents if (folder / ".git").exists()), None)
     if root is None or shutil.which("git") is None or not here.is_relative_to(root / "src"):
         return None
     name = _output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]).strip()
+    if not name:
+        return None
     changed = _output(["git", "-C", str(root), "status", "--porcelain", "--", "src"]).strip()
-    return f"{name}{'+' if changed else ''}" or None
+    return f"{name}{'+' if changed else ''}"
 
 
 def _output(command: list[str]) -> str:

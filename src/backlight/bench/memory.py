@@ -46,12 +46,14 @@ def dense_refusal(workload: Workload, device: torch.device, copies: int) -> str 
 
 def cuda_peak(contender: Contender) -> int:
     """Peak bytes of one forward and backward beyond what was allocated before; output and gradients included."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     with contender.scope():
+        # whatever a first run loads or builds stays out of the count
         contender.both()
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        contender.both()
+        torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
 
 

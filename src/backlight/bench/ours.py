@@ -9,7 +9,7 @@ from torch import Tensor
 
 import backlight
 from backlight import registry
-from backlight.bench.contender import Contender, by_autograd, leaves_of
+from backlight.bench.contender import PER_KIND, Contender, by_autograd, leaves_of
 from backlight.bench.workload import Tensors, Workload
 
 OURS = "backlight"
@@ -17,6 +17,8 @@ OURS = "backlight"
 
 class Ours:
     """`backlight` chooses the backend, `backlight:NAME` demands one."""
+
+    compiles = PER_KIND
 
     def __init__(self, backend: str | None = None):
         self.backend = backend

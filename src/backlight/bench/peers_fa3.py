@@ -1,20 +1,10 @@
-"""FlashAttention-3: the installed `flash_attn_interface`, or a library file named by the environment variable BACKLIGHT_FA3.
+"""FlashAttention-3 as a contender; `doctor.fa3` finds the library and wraps its operators.
 
-The file is `_C.so`, or `_C.so.xz` which is unpacked into the temporary folder once; `libcudart.so.12` is looked for beside it.
 Layout is [B,S,H,D], packed [T,H,D]. `fa3` runs through autograd; `fa3-bare` calls the two operators alone.
 """
 
 from __future__ import annotations
 
-import ctypes
-import importlib
-import importlib.util
-import lzma
-import os
-import shutil
-import tempfile
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +12,8 @@ from torch import Tensor
 
 from backlight.bench.contender import AUTOGRAD, BARE, Contender, by_autograd, cannot, gated, leaves_of
 from backlight.bench.workload import Tensors, Workload
-from backlight.call import Call
+from backlight.doctor.fa3 import Fa3Function, absent, load, operator_options, source
 
-VARIABLE = "BACKLIGHT_FA3"
-CUDART = "libcudart.so.12"
 ABLE = ("packed sequences", "a window", "softcap")
 
 
@@ -48,7 +36,8 @@ class Fa3:
     def build(self, tensors: Tensors) -> Contender:
         load()
         call = tensors.call
-        leaves, options = leaves_of(tensors, _own_layout), operator_options(call)
+        leaves = leaves_of(tensors, _own_layout)
+        options = operator_options(call.spec, call.scale, call.cu_seqlens_q, call.cu_seqlens_k)
         shared: dict[str, Any] = {"canonical": _canonical, "path": self.path, "detail": source()}
         dy = _own_layout(tensors.dy).contiguous()
         if call.varlen:
@@ -58,7 +47,7 @@ class Fa3:
             return _bare(self.name, leaves, dy, options, shared)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None) -> Tensor:
-            return gated(_Fa3Function.apply(q, k, v, options), gate)
+            return gated(Fa3Function.apply(q, k, v, options)[0], gate)
 
         return by_autograd(self.name, leaves, dy, attend, **shared)
 
@@ -76,90 +65,12 @@ def _bare(name: str, leaves: dict[str, Tensor], dy: Tensor, options: dict[str, A
     return Contender(name, {"q": q, "k": k, "v": v}, dy, attend, gradients, **shared)
 
 
-class _Fa3Function(torch.autograd.Function):
-    """The two operators behind autograd, as the library's own interface does it."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        o, lse = torch.ops.flash_attn_3.fwd(q, k, v, **options)[:2]
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.options = options
-        return o
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, o, lse = ctx.saved_tensors
-        return (*torch.ops.flash_attn_3.bwd(do, q, k, v, o, lse, **ctx.options)[:3], None)
-
-
-def operator_options(call: Call) -> dict[str, Any]:
-    """Keywords that the forward and the backward operator share; causal is aligned to the bottom right, as ours."""
-    spec = call.spec
-    options: dict[str, Any] = {
-        "softmax_scale": call.scale,
-        "is_causal": spec.causal,
-        "window_size_left": -1 if spec.left is None else spec.left,
-        "window_size_right": -1 if spec.right is None else spec.right,
-        "softcap": spec.softcap or 0.0,
-    }
-    if call.varlen:
-        options["cu_seqlens_q"], options["cu_seqlens_k"] = call.cu_seqlens_q, call.cu_seqlens_k
-        options["max_seqlen_q"] = max(z.sq for z in call.segments())
-        options["max_seqlen_k"] = max(z.sk for z in call.segments())
-    return options
-
-
 def _own_layout(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
 def _canonical(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
-
-
-# --- the library ---------------------------------------------------------------------------------------------------------
-
-
-def absent() -> str | None:
-    """Why the library cannot be had, or None."""
-    if importlib.util.find_spec("flash_attn_interface") is not None:
-        return None
-    named = os.environ.get(VARIABLE)
-    if not named:
-        return f"flash_attn_interface is not installed and {VARIABLE} names no library"
-    return None if Path(named).is_file() else f"{VARIABLE} names a file that does not exist"
-
-
-def source() -> str:
-    return "flash_attn_interface" if importlib.util.find_spec("flash_attn_interface") is not None else f"library of {VARIABLE}"
-
-
-@cache
-def load() -> None:
-    """Make `torch.ops.flash_attn_3` exist; once a process."""
-    if importlib.util.find_spec("flash_attn_interface") is not None:
-        importlib.import_module("flash_attn_interface")
-        return
-    named = Path(os.environ[VARIABLE]).resolve()
-    beside = next((path for path in (named.with_name(CUDART), named.with_name(CUDART + ".xz")) if path.is_file()), None)
-    ctypes.CDLL(CUDART if beside is None else str(unpacked(beside)), mode=ctypes.RTLD_GLOBAL)
-    torch.ops.load_library(str(unpacked(named)))
-
-
-def unpacked(path: Path) -> Path:
-    """The file itself, or its decompressed copy in the temporary folder, made once for each content."""
-    if path.suffix != ".xz":
-        return path
-    found = path.stat()
-    folder = Path(tempfile.gettempdir()) / f"backlight-fa3-{os.getuid()}-{found.st_size}-{found.st_mtime_ns}"
-    target = folder / path.stem
-    if not target.is_file():
-        folder.mkdir(mode=0o700, exist_ok=True)
-        partial = target.with_suffix(f".{os.getpid()}")
-        with lzma.open(path) as packed, partial.open("wb") as out:
-            shutil.copyfileobj(packed, out, 1 << 22)
-        partial.replace(target)
-    return target
 
 
 ADAPTERS = (Fa3("fa3", AUTOGRAD), Fa3("fa3-bare", BARE))

@@ -1,24 +1,50 @@
-"""FlexAttention, compiled: masks as block masks, softcap and the learned bias as a score function with captured gradients."""
+"""FlexAttention, compiled: masks as block masks, softcap and the learned bias as a score function with captured gradients.
+
+Its default tiles do not fit into shared memory everywhere; then smaller ones are taken, and the record says which.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from backlight.bench.contender import Contender, by_autograd, cannot, gated, leaves_of
+from backlight.bench.contender import PER_SHAPE, Contender, by_autograd, cannot, gated, leaves_of
 from backlight.bench.workload import Tensors, Workload
 from backlight.call import Call
 
+# tried in this order until the kernels fit into shared memory: a captured bias is pipelined through it, a tile of fp32 a stage
+KERNEL_OPTIONS: tuple[dict[str, int], ...] = (
+    {},
+    {"fwd_num_stages": 2},
+    {"fwd_num_stages": 2, "bwd_num_stages": 2},
+    {"fwd_num_stages": 1, "bwd_num_stages": 1},
+    {
+        "fwd_BLOCK_M": 64,
+        "fwd_BLOCK_N": 64,
+        "fwd_num_stages": 1,
+        "bwd_BLOCK_M1": 32,
+        "bwd_BLOCK_N1": 64,
+        "bwd_BLOCK_M2": 64,
+        "bwd_BLOCK_N2": 32,
+        "bwd_num_stages": 1,
+    },
+)
+# how Triton and inductor say that a kernel needs more shared memory than there is
+TOO_LARGE = ("out of resource", "OutOfResources", "shared memory")
 ABLE = ("packed sequences", "a window", "softcap", "a bias by distance", "a sink", "a gate")
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Flex:
     name = "flex"
+    compiles = PER_SHAPE
+
+    def __init__(self) -> None:
+        self._preferred: dict[str, dict[str, int]] = {}
 
     def refuse(self, workload: Workload, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -27,24 +53,53 @@ class Flex:
             return "a document mask for packed sequences needs equal query and key lengths"
         return cannot("FlexAttention", workload, ABLE)
 
+    def prefer(self, workload: Workload, options: dict[str, int]) -> None:
+        """Begin with these options when this workload is built."""
+        self._preferred[workload.id] = options
+
     def build(self, tensors: Tensors) -> Contender:
-        import torch._dynamo
-        import torch._functorch.config as functorch
-
-        # compiled code of earlier workloads counts against dynamo's limit of recompilations
-        torch._dynamo.reset()
-        # the backward is timed with its graph kept, which donated buffers forbid
-        functorch.donated_buffer = False
+        """The first of KERNEL_OPTIONS whose kernels fit, compiled for training and for inference."""
+        preferred = self._preferred.get(tensors.workload.id)
+        first = [] if preferred is None else [preferred]
         block_mask = make_block_mask(tensors.call)
-        compiled = torch.compile(attention(tensors.call), dynamic=False, fullgraph=True)
-
-        def attend(**leaves: Tensor) -> Tensor:
-            return compiled(block_mask=block_mask, **leaves)
-
-        return by_autograd(self.name, leaves_of(tensors), tensors.dy, attend, detail="torch.compile, default options")
+        return first_that_fits(
+            (*first, *(options for options in KERNEL_OPTIONS if options not in first)),
+            lambda options: _compiled(self.name, tensors, block_mask, options),
+        )
 
 
-def attention(call: Call) -> Callable[..., Tensor]:
+def first_that_fits(candidates: Sequence[dict[str, int]], build: Callable[[dict[str, int]], Contender]) -> Contender:
+    """What `build` makes of the first options it does not find too large; the last such error when all are."""
+    for number, options in enumerate(candidates):
+        try:
+            return build(options)
+        except Exception as error:
+            if number + 1 == len(candidates) or not any(words in str(error) for words in TOO_LARGE):
+                raise
+    raise ValueError("no kernel options to try")
+
+
+def _compiled(name: str, tensors: Tensors, block_mask: Any, options: dict[str, int]) -> Contender:
+    import torch._dynamo
+    import torch._functorch.config as functorch
+
+    # compiled code of earlier workloads counts against dynamo's limit of recompilations
+    torch._dynamo.reset()
+    # the backward is timed with its graph kept, which donated buffers forbid
+    functorch.donated_buffer = False
+    compiled = torch.compile(attention(tensors.call, options), dynamic=False, fullgraph=True)
+
+    def attend(**leaves: Tensor) -> Tensor:
+        return compiled(block_mask=block_mask, **leaves)
+
+    detail = "torch.compile, " + (", ".join(f"{key}={value}" for key, value in options.items()) or "default options")
+    found = by_autograd(name, leaves_of(tensors), tensors.dy, attend, detail=detail, options=dict(options))
+    found.both()
+    found.forward()
+    return found
+
+
+def attention(call: Call, kernel_options: dict[str, int] | None = None) -> Callable[..., Tensor]:
     """The call as a function of its leaves and a block mask, through `flex_attention`."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
@@ -71,6 +126,7 @@ def attention(call: Call) -> Callable[..., Tensor]:
             "block_mask": block_mask,
             "scale": scale,
             "enable_gqa": grouped,
+            "kernel_options": kernel_options or None,
         }
         if sink is None:
             return gated(flex_attention(q, k, v, **options), gate)

@@ -61,7 +61,8 @@ def family_title(case: dict[str, Any]) -> str:
     options = case["case"]
     skipped = ("name", "b", "hq", "hkv", "sq", "sk", "d", "causal")
     extra = [f"{name}={value}" for name, value in options.items() if name not in skipped]
-    return ", ".join([f"D={options['d']}", "causal" if options["causal"] else "full", case["dtype"], *extra])
+    grouped = [f"{options['hq']}:{options['hkv']} heads"] if options["hq"] != options["hkv"] else []
+    return ", ".join([f"D={options['d']}", "causal" if options["causal"] else "full", case["dtype"], *grouped, *extra])
 
 
 def log2_lengths(axes: Any, lengths: list[int]) -> None:

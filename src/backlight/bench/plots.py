@@ -13,11 +13,12 @@ from backlight.bench.ours import OURS
 from backlight.bench.plot_style import PHASE_PANELS, families_of, family_title, figure_of, legend, log2_lengths, styles_of
 from backlight.bench.plots_machine import profile, roofline
 from backlight.bench.suites import MEMORY
-from backlight.bench.table import contenders, phases, ratio, rows_by, unit
+from backlight.bench.table import contenders, costs, phases, ratio, rows_by, unit
 
 FORMATS = ("png", "svg")
 # beyond a factor of 2**DEEP the colours are dark and the figures on them light
 DEEP = 1.3
+MEMORY_COLUMNS = 6
 
 
 def draw(data: dict[str, Any], folder: Path, stem: str) -> list[Path]:
@@ -27,6 +28,7 @@ def draw(data: dict[str, Any], folder: Path, stem: str) -> list[Path]:
     pictures: dict[str, Callable[[dict[str, Any]], Any]] = {
         "rates": rates,
         "ratios": ratios,
+        "costs": cost_bars,
         "memory": memory,
         "roofline": roofline,
         "profile": profile,
@@ -57,7 +59,8 @@ def rates(data: dict[str, Any]) -> Any:
     if not any(row.get("tflops") for row in data["rows"]):
         return None
     families = families_of(data)
-    return _rate_lines(data, families) if families else _rate_bars(data)
+    # a suite of variants may hold two lengths of one of them: lines would leave out the others
+    return _rate_lines(data, families) if 2 * sum(map(len, families)) > len(data["cases"]) else _rate_bars(data)
 
 
 def _rate_lines(data: dict[str, Any], families: list[list[dict[str, Any]]]) -> Any:
@@ -138,6 +141,33 @@ def ratios(data: dict[str, Any]) -> Any:
     return figure
 
 
+# --- what a term costs ------------------------------------------------------------------------------------------------------
+
+
+def cost_bars(data: dict[str, Any]) -> Any:
+    """Time of each variant over the same contender's plain of the same shape, forward and backward together."""
+    found, styles = costs(data), styles_of(data)
+    names = [name for name in styles if any("both" in by_name.get(name, {}) for by_name in found.values())]
+    if not names:
+        return None
+    figure = figure_of(7.0, 1.4 + 0.16 * len(names) * len(found))
+    axes = figure.subplots()
+    height = 0.8 / len(names)
+    for place, name in enumerate(names):
+        at = [y + (place - (len(names) - 1) / 2) * height for y in range(len(found))]
+        widths = [by_name.get(name, {}).get("both", 0.0) for by_name in found.values()]
+        axes.barh(at, widths, height, color=styles[name]["color"], label=styles[name]["label"])
+        for y, width in zip(at, widths, strict=True):
+            if width:
+                axes.text(width, y, f" {width:.2f}", va="center", fontsize=6)
+    axes.axvline(1.0, color="0.3", linewidth=0.8)
+    axes.set_yticks(range(len(found)), list(found))
+    axes.invert_yaxis()
+    axes.set_xlabel("forward and backward / plain of the same shape, same contender")
+    legend(figure, [[axes]])
+    return figure
+
+
 # --- memory ------------------------------------------------------------------------------------------------------------------
 
 
@@ -148,9 +178,13 @@ def memory(data: dict[str, Any]) -> Any:
     known = any("peak_bytes" in row.get("memory", {}) for row in data["rows"])
     if not families or not known or data["kind"] not in (MEMORY, "speed"):
         return None
-    figure = figure_of(2.8 * len(families) + 0.6, 3.4)
-    panels = figure.subplots(1, len(families), squeeze=False, sharey=True)
-    for axes, cases in zip(panels[0], families, strict=True):
+    columns = min(MEMORY_COLUMNS, len(families))
+    lines = -(-len(families) // columns)
+    figure = figure_of(2.8 * columns + 0.6, 0.8 + 2.6 * lines)
+    panels = figure.subplots(lines, columns, squeeze=False, sharey=True)
+    for axes in panels.flat[len(families) :]:
+        axes.set_axis_off()
+    for axes, cases in zip(panels.flat, families, strict=False):
         for name, style in styles.items():
             points = [(case["rows"], rows.get((case["id"], name), {}).get("memory", {}).get("relative")) for case in cases]
             seen = [(s, value) for s, value in points if value is not None]
@@ -161,6 +195,7 @@ def memory(data: dict[str, Any]) -> Any:
         axes.grid(alpha=0.25)
         axes.set_title(family_title(cases[0]))
         axes.set_xlabel("S")
-    panels[0][0].set_ylabel("peak beyond inputs / bytes of q, k, v")
+    for line in panels:
+        line[0].set_ylabel("peak beyond inputs / bytes of q, k, v")
     legend(figure, panels)
     return figure

@@ -22,7 +22,7 @@ from backlight.bench.contender import Adapter, Contender
 from backlight.bench.gate import WRONG, Gate
 from backlight.bench.results import Results
 from backlight.bench.timing import Work, phase_of
-from backlight.bench.workload import Workload
+from backlight.bench.workload import Tensors, Workload
 from backlight.cases import DTYPE_NAMES
 
 PHASES = ("forward", "backward")
@@ -30,6 +30,7 @@ MATMULS = {"_fwd_kernel": 2, "_bwd_dq_kernel": 3, "_bwd_dkdv_kernel": 4, "_bwd_k
 REPEATS = 5
 # smaller parts are summed under one name
 LEAST_SHARE = 0.01
+REASON_LENGTH = 300
 LONG_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
@@ -52,17 +53,31 @@ def run(workload: Workload, adapters: Sequence[Adapter], device: torch.device, p
         if reason is not None:
             row |= {"status": "refused", "reason": reason}
             continue
-        contender = adapter.build(tensors)
-        with contender.scope():
-            verdict = gate.judge(contender.results())
-        row |= {"status": verdict.status, "gate": verdict.to_json()}
-        if verdict.status == WRONG:
-            row["reason"] = "; ".join(verdict.reasons)
-            continue
-        results.data["profiles"].append(profile(workload, contender, device, results.data["ceilings"]))
+        try:
+            _examine(workload, adapter, tensors, gate, results, device)
+        except Exception as error:
+            row |= {"status": "failed", "reason": " ".join(f"{type(error).__name__}: {error}".split())[:REASON_LENGTH]}
         results.save()
     results.finish("complete")
     return results.data
+
+
+def _examine(
+    workload: Workload, adapter: Adapter, tensors: Tensors, gate: Gate, results: Results, device: torch.device
+) -> None:
+    row = results.row(workload, adapter.name)
+    contender = adapter.build(tensors)
+    row |= {"path": contender.path, "detail": contender.detail}
+    with contender.scope():
+        verdict = gate.judge(contender.results())
+    row |= {"status": verdict.status, "gate": verdict.to_json()}
+    if verdict.status == WRONG:
+        row["reason"] = "; ".join(verdict.reasons)
+        return
+    found = profile(workload, contender, device, results.data["ceilings"])
+    if not all(phase["parts"] for phase in found["phases"].values()):
+        raise RuntimeError("the profiler recorded no kernels: CUPTI does not work here")
+    results.data["profiles"].append(found)
 
 
 def profile(workload: Workload, contender: Contender, device: torch.device, ceilings: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
@@ -26,12 +26,17 @@ GPU_PEERS = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex", "fa3", "fa3-b
 EVERY_PEER = (*GPU_PEERS, "sdpa-math", "eager", "adasplash")
 CPU_PEERS = ("sdpa-flash", "sdpa-math", "eager", "flex")
 LAZY_TAU = (-1.0,)
+# B 4, H 16, L 4096, D 64, table 4096: what the authors of the elastic softmax published times for (peers.md section 1)
+PUBLISHED = (4096, 4, 16, 64)
 OVERHEAD_PHASES = ("host forward", "host both", "graph forward", "graph both")
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Workloads with the contenders raced on them and the phases timed; a hasty suite is always measured the quick way."""
+    """Workloads with the contenders raced on them and the phases timed; a hasty suite is always measured the quick way.
+
+    plain: id of a workload -> id of the plain one of the same shape, which its cost is read against.
+    """
 
     name: str
     summary: str
@@ -41,6 +46,7 @@ class Suite:
     phases: tuple[str, ...] = PHASES
     rounds: int = 3
     hasty: bool = False
+    plain: Mapping[str, str] = field(default_factory=dict)
 
 
 def plain(device: torch.device, quick: bool) -> Suite:
@@ -59,28 +65,43 @@ def variants(device: torch.device, quick: bool) -> Suite:
     """One workload for each variant beside the plain causal one of the same shape, so its own cost can be read off."""
     on_gpu = device.type == "cuda"
     s, tokens, width, window = (8192, TOKENS, WIDTH, 1023) if on_gpu else (1024, 1024, 256, 127)
-    cases = []
+    dtype = BF16 if on_gpu else FP32
+    cases: list[Case] = []
+    plain_of: dict[str, str] = {}
+
+    def beside(causal: Case, *others: Case) -> None:
+        """Cases of one shape: plain causal first, then what is read against it."""
+        cases.extend((causal, *others))
+        plain_of.update({Workload(case, dtype).id: Workload(causal, dtype).id for case in others})
+
     for d in (64,) if quick or not on_gpu else (64, 128):
         h, b = width // d, tokens // s
-        shape = f"d={d},s={s}"
-        cases += [
+        shape, long = f"d={d},s={s}", 2 * s if on_gpu else s
+        with_window = _square(f"window,d={d},s={long}", long, tokens // long, h, d, window=(window, 0))
+        beside(
             _square(f"causal,{shape}", s, b, h, d),
-            _square(f"window,{shape}", s, b, h, d, window=(window, 0)),
+            *([] if on_gpu else [with_window]),
             _square(f"gqa,{shape}", s, b, h, d, hkv=max(1, h // 8)),
-            Case(f"varlen,d={d}", hq=h, hkv=h, d=d, causal=True, lengths_q=SKEWED if on_gpu else SKEWED_SMALL),
             _square(f"bias,{shape}", s, b, h, d, bias=512),
             _square(f"lazy,{shape}", s, b, h, d, bias=512, tau=LAZY_TAU),
             _square(f"sink,{shape}", s, b, h, d, sink=True),
             _square(f"softcap,{shape}", s, b, h, d, softcap=20.0),
             _square(f"gate,{shape}", s, b, h, d, gate=True),
-        ]
+        )
         if on_gpu:
-            cases += [
-                _square(f"causal,d={d},s={2 * s}", 2 * s, b // 2, h, d),
-                _square(f"window,d={d},s={2 * s}", 2 * s, b // 2, h, d, window=(window, 0)),
-            ]
-    contenders = ("backlight", *GPU_PEERS, "eager") if on_gpu else ("backlight", *CPU_PEERS)
-    return Suite("variants", "each variant beside plain causal", SPEED, _in(cases, BF16 if on_gpu else FP32), contenders)
+            beside(_square(f"causal,d={d},s={long}", long, tokens // long, h, d), with_window)
+        cases.append(Case(f"varlen,d={d}", hq=h, hkv=h, d=d, causal=True, lengths_q=SKEWED if on_gpu else SKEWED_SMALL))
+    if on_gpu:
+        length = PUBLISHED[0]
+        beside(
+            _square(f"causal,b=4,h=16,d=64,s={length}", *PUBLISHED),
+            _square(f"lazy,b=4,h=16,d=64,s={length},table={length}", *PUBLISHED, bias=length, tau=LAZY_TAU),
+        )
+    contenders = ("backlight", "sdpa-flash", "flex", "fa3") if on_gpu else ("backlight", *CPU_PEERS)
+    rounds = 2 if on_gpu else 3
+    return Suite(
+        "variants", "each variant beside plain causal", SPEED, _in(cases, dtype), contenders, rounds=rounds, plain=plain_of
+    )
 
 
 def cpu(device: torch.device, quick: bool) -> Suite:
@@ -120,21 +141,26 @@ def smoke(device: torch.device, quick: bool) -> Suite:
 
 def memory(device: torch.device, quick: bool) -> Suite:
     """Peak bytes beyond the inputs as S grows, against the bytes of q, k and v."""
-    lengths = (1024, 4096) if quick else (1024, 2048, 4096, 8192, 16384)
-    if device.type == "cuda" and not quick:
-        lengths = (*lengths, 32768, 65536)
-    causal = [_square(f"causal,s={s}", s, 1, 8, 64) for s in lengths]
-    lazy = [_square(f"lazy,s={s}", s, 1, 8, 64, bias=512, tau=LAZY_TAU) for s in lengths]
-    workloads = (*_in(causal, FP32), *_in(causal, BF16), *_in(lazy, BF16 if device.type == "cuda" else FP32))
-    contenders = ("backlight", "sdpa-flash", "sdpa-efficient", "flex", "fa3", "eager")
-    return Suite("memory", "peak bytes of forward and backward, B=1 H=8 D=64", MEMORY, workloads, contenders, phases=())
+    summary = "peak bytes of forward and backward, B=1 H=8 D=64"
+    terms: dict[str, dict[str, Any]] = {"causal": {}, "lazy": {"bias": 512, "tau": LAZY_TAU}}
+    lengths: tuple[int, ...]
+    if device.type != "cuda":
+        lengths = (1024, 4096) if quick else (1024, 2048, 4096, 8192, 16384)
+        causal, lazy = ([_square(f"{name},s={s}", s, 1, 8, 64, **options) for s in lengths] for name, options in terms.items())
+        workloads = (*_in(causal, FP32), *_in(causal, BF16), *_in(lazy, FP32))
+        return Suite("memory", summary, MEMORY, workloads, ("backlight", "sdpa-flash", "eager"), phases=())
+    terms |= {"window": {"window": (1023, 0)}, "gqa": {"hkv": 1}, "bias": {"bias": 512}, "sink": {"sink": True}}
+    terms |= {"softcap": {"softcap": 20.0}, "gate": {"gate": True}}
+    lengths = (2048, 8192) if quick else (2048, 8192, 32768)
+    cases = [_square(f"{name},s={s}", s, 1, 8, 64, **options) for name, options in terms.items() for s in lengths]
+    return Suite("memory", summary, MEMORY, _in(cases, BF16), ("backlight", "sdpa-flash", "flex"), phases=())
 
 
 def overhead(device: torch.device, quick: bool) -> Suite:
     """Host time of one call at sizes where nothing else takes any, eager and, on CUDA, as a replayed graph."""
     on_gpu = device.type == "cuda"
     cases = [_square("tiny,causal", 64, 1, 2, 64), _square("tiny,lazy", 64, 1, 2, 64, bias=32, tau=LAZY_TAU)]
-    contenders = ("backlight", *(EVERY_PEER if on_gpu else CPU_PEERS))
+    contenders = ("backlight", *(("sdpa-flash", "sdpa-cudnn", "fa3", "flex") if on_gpu else CPU_PEERS))
     phases = OVERHEAD_PHASES if on_gpu else OVERHEAD_PHASES[:2]
     return Suite("overhead", "host time of one tiny call", OVERHEAD, _in(cases, BF16 if on_gpu else FP32), contenders, phases)
 

@@ -30,15 +30,18 @@ def contenders(data: dict[str, Any]) -> list[str]:
     return [name for name in data["settings"]["contenders"] if name in ran]
 
 
-def ratio(rows: dict[tuple[str, str], dict[str, Any]], case: str, peer: str, phase: str) -> float | None:
-    """Time of the peer over our time: above 1 we are faster. None without both."""
-    both = [rows.get((case, name), {}).get("times", {}).get(phase) for name in (peer, OURS)]
+def ratio(
+    rows: dict[tuple[str, str], dict[str, Any]], case: str, peer: str, phase: str, theirs: str | None = None
+) -> float | None:
+    """Time of the peer (on case `theirs`, if another) over our time: above 1 we are faster. None without both."""
+    keys = ((case if theirs is None else theirs, peer), (case, OURS))
+    both = [rows.get(key, {}).get("times", {}).get(phase) for key in keys]
     return None if both[0] is None or both[1] is None else both[0]["median_ms"] / both[1]["median_ms"]
 
 
 def render(data: dict[str, Any]) -> Group:
     """Tables of a run and the footnotes that explain empty cells."""
-    tables = [_memory_table(data)] if data["kind"] == MEMORY else _speed_tables(data)
+    tables = [_memory_table(data)] if data["kind"] == MEMORY else [*_speed_tables(data), *_cost_tables(data)]
     head = f"{machine_line(data['machine'])}\n{_ceilings(data)}"
     return Group(Text(head, style="dim"), *tables, *_footnotes(data))
 
@@ -94,6 +97,39 @@ def _speed_cell(data: dict[str, Any], rows: dict[tuple[str, str], dict[str, Any]
     if name != OURS and (ours := ratio(rows, case, name, phase)) is not None:
         text.append(f" ({ours:.2f}x)", style=_colour(ours))
     return text
+
+
+def costs(data: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
+    """case id -> contender -> phase -> time over the same contender's plain of the same shape; only cases that have one."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for row in data["rows"]:
+        if row["status"] in TIMED and row.get("over_plain"):
+            found.setdefault(row["case"], {})[row["contender"]] = row["over_plain"]
+    return found
+
+
+def _cost_tables(data: dict[str, Any]) -> list[Table]:
+    """What a term costs: time over plain, phase by phase, and our whole time over what plain costs the peers."""
+    found, rows = costs(data), rows_by(data)
+    if not found:
+        return []
+    names = [name for name in contenders(data) if any(name in by_name for by_name in found.values())]
+    title = f"{data['suite']}, cost of a term: time / own plain of the same shape (forward, backward, both)"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("case", no_wrap=True)
+    for name in names:
+        table.add_column(name, justify="right")
+    peers = [name for name in contenders(data) if name != OURS]
+    for peer in peers:
+        table.add_column(f"ours / plain {peer}", justify="right")
+    plain = {case["id"]: case.get("plain", "") for case in data["cases"]}
+    for case, by_name in found.items():
+        cells = [" ".join(f"{x:.2f}" for x in by_name.get(name, {}).values()) or "-" for name in names]
+        against = [ratio(rows, case, peer, "both", plain[case]) for peer in peers]
+        table.add_row(
+            case, *cells, *("-" if value is None else Text(f"{1 / value:.2f}", style=_colour(value)) for value in against)
+        )
+    return [table]
 
 
 def _memory_table(data: dict[str, Any]) -> Table:

@@ -1,12 +1,12 @@
 """How long one phase of one contender takes.
 
-CUDA: device events around each run with the L2 cache flushed before it (`triton.testing.do_bench` where Triton is installed,
-the same loop otherwise). Elsewhere: the host clock. Every contender has already run in the gate, so compilation is over.
+CUDA: device events around each run with the L2 cache flushed before it, the loop of `triton.testing.do_bench`, with the time a
+window takes bounded whatever a run costs. Elsewhere: the host clock. Every contender has already run in the gate, so
+compilation is over.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,14 +20,16 @@ from backlight.bench.contender import Contender
 Work = Callable[[], Any]
 
 FLUSH_BYTES = 256 << 20
-# do_bench runs a function about eight times whatever it costs; slower ones are timed by hand
-SLOW_MS = 30.0
+FAST_MS = 5.0
 CALLS_PER_SAMPLE = 20
 
 
 @dataclass(frozen=True)
 class Effort:
-    """warm_ms and rep_ms: time spent before and while measuring one phase in one round; `least` samples come in any case."""
+    """warm_ms and rep_ms: time spent before and while measuring one phase in one round; `least` samples come in any case.
+
+    A window must be warm before it counts: a card runs above its sustained clocks until its power limit reacts.
+    """
 
     warm_ms: float
     rep_ms: float
@@ -49,8 +51,7 @@ def samples(work: Work, device: torch.device, effort: Effort) -> list[float]:
 def timer_name(device: torch.device) -> str:
     if device.type != "cuda":
         return "perf_counter"
-    flushed = "CUDA events, L2 flushed"
-    return f"{flushed}, triton.testing.do_bench" if importlib.util.find_spec("triton") else flushed
+    return "CUDA events, L2 flushed"
 
 
 def _host_samples(work: Work, effort: Effort) -> list[float]:
@@ -71,14 +72,25 @@ def _host_samples(work: Work, effort: Effort) -> list[float]:
 
 
 def _cuda_samples(work: Work, effort: Effort) -> list[float]:
-    estimate = _event_samples(work, 1)[0]
-    if estimate < SLOW_MS and importlib.util.find_spec("triton") is not None:
-        from triton.testing import do_bench
+    # what a first run builds (a library's plan, a compiled inference graph) must pass neither for a run nor for its estimate
+    work()
+    torch.cuda.synchronize()
+    wall_ms = _wall_ms(work)
+    warm, counted = int(effort.warm_ms / wall_ms), max(effort.least, int(effort.rep_ms / wall_ms))
+    # one batch: a pause between warming and measuring would let the clocks rise again
+    return _event_samples(work, warm + counted)[warm:]
 
-        return list(do_bench(work, warmup=effort.warm_ms, rep=effort.rep_ms, return_mode="all"))
-    for _ in range(int(effort.warm_ms / max(estimate, 1e-3))):
-        work()
-    return _event_samples(work, max(effort.least, int(effort.rep_ms / max(estimate, 1e-3))))
+
+def _wall_ms(work: Work) -> float:
+    """Wall time of one run with its flush: one run of slow work, the mean of a few of fast work."""
+    each = 0.0
+    for count in (1, 5):
+        begin = time.perf_counter()
+        _event_samples(work, count)
+        each = (time.perf_counter() - begin) * 1e3 / count
+        if each > FAST_MS:
+            break
+    return max(each, 1e-2)
 
 
 def _event_samples(work: Work, count: int) -> list[float]:

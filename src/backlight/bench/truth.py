@@ -27,7 +27,7 @@ PARAMETERS = {"dbias": "bias", "dsink": "sink", "dtau": "tau"}
 MATRICES = 16
 PIECE_BYTES = {"cuda": 16 << 30, "cpu": 1 << 30}
 # (row, key) pairs of all judged heads together; beyond it fewer heads are judged, never none
-PAIRS_LIMIT = {"cuda": 2 << 30, "cpu": 40 << 20}
+PAIRS_LIMIT = {"cuda": 1 << 29, "cpu": 40 << 20}
 SAMPLES = 3
 
 
