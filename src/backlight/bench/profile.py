@@ -1,7 +1,7 @@
 """One call taken apart: kernels on CUDA, operators on a CPU, with time, share and rate; and what the compiler made of our own.
 
 A rate needs to know how many operations a kernel does. The profiler counts them for torch's matmuls; for attention kernels the
-name says which of the matmuls of math.md section 8 run inside (`_fwd_kernel` two, `_bwd_dkdv_kernel` four, and so on).
+name says which of the matmuls of math.md section 8 run inside (`_fwd_kernel` two, `_dkdv_kernel` four, and so on).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from backlight.bench.workload import Tensors, Workload
 from backlight.cases import DTYPE_NAMES
 
 PHASES = ("forward", "backward")
-MATMULS = {"_fwd_kernel": 2, "_bwd_dq_kernel": 3, "_bwd_dkdv_kernel": 4, "_bwd_kernel": 5}
+MATMULS = {"_fwd_kernel": 2, "_dq_kernel": 3, "_dkdv_kernel": 4, "_bwd_kernel": 5}
 REPEATS = 5
 # smaller parts are summed under one name
 LEAST_SHARE = 0.01

@@ -28,8 +28,8 @@ from backlight.backends.triton.primitives import (
 PROGRAMS = 1024
 
 
-@triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
-def dbias_kernel(
+@triton.jit(do_not_specialize=["splits", "pitch16", "sq", "sk", "n_segments"])
+def _dbias_kernel(
     q_rows, k_rows, v_rows, do_rows, q_desc, k_desc, v_desc, do_desc, lse2_ptr, delta_ptr, share_ptr, table_ptr, tau_ptr,
     partial_ptr, splits, pitch16, packing, geometry, sq, sk, n_segments,
     V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -125,7 +125,7 @@ def dbias_of(launch: Launch, rows: RowState) -> Tensor:
     partial = torch.zeros(batch, heads, splits, offsets, 2, block, dtype=torch.float32, device=call.q.device)
     tma, (q_desc, do_desc) = launch.descriptors(config, config.block_m, launch.q, rows.do)
     tma_keys, (k_desc, v_desc) = launch.descriptors(config, config.block_n, launch.k, launch.v)
-    dbias_kernel[(offsets * splits, batch * heads)](
+    _dbias_kernel[(offsets * splits, batch * heads)](
         *(rows_of(x) for x in (launch.q, launch.k, launch.v, rows.do)),
         q_desc,
         k_desc,

@@ -27,8 +27,8 @@ class RowState(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
-def delta_kernel(
-    y_rows, dy_rows, u_rows, gate_rows, do_rows, dgate_rows, lse_ptr, dlse_ptr, dlse_strides, tau_ptr, lse2_ptr, delta_ptr,
+def _delta_kernel(
+    y_rows, dy_rows, u_rows, gate_rows, do_rows, dgate_rows, lse_ptr, dlse_ptr, tau_ptr, lse2_ptr, delta_ptr,
     share_ptr, mean_ptr, pitch16, packing, geometry, sq, sk, n_segments,
     V: tl.constexpr, HAS_DLSE: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
@@ -75,8 +75,7 @@ def delta_kernel(
     lse = tl.load(lse_ptr + given + lanes, mask=exists, other=0.0)
     sees_nothing = lse == float("-inf")
     if HAS_DLSE:
-        dlse_ptr += tl.cast(b, tl.int64) * dlse_strides[0] + tl.cast(h, tl.int64) * dlse_strides[1] + row * dlse_strides[2]
-        dlse = tl.load(dlse_ptr + lanes * dlse_strides[2], mask=exists, other=0.0).to(tl.float32)
+        dlse = tl.load(dlse_ptr + given + lanes, mask=exists, other=0.0).to(tl.float32)
         delta -= tl.where(sees_nothing, 0.0, dlse)
     tl.store(delta_ptr + offset + lanes, delta, mask=exists)
     tl.store(lse2_ptr + offset + lanes, tl.where(sees_nothing, float("inf"), lse * LOG2E), mask=exists)
@@ -99,12 +98,10 @@ def prepare_rows(
     mean = lse if call.tau is None else torch.empty_like(lse)
     grid = launch.row_grid(BLOCK)
     if grid[0] and grid[1]:
-        dlse_or_any = lse if dlse is None else dlse
-        delta_kernel[grid](
+        _delta_kernel[grid](
             *(rows_of(x) for x in (y, dy, u, launch.gate, do, dgate)),
             lse,
-            dlse_or_any,
-            dlse_or_any.stride(),
+            lse if dlse is None else dlse.contiguous(),
             launch.tau,
             rows.lse2,
             rows.delta,

@@ -29,7 +29,7 @@ from backlight.backends.triton.primitives import (
 
 
 @triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
-def dkdv_kernel(
+def _dkdv_kernel(
     q_rows, do_rows, q_desc, do_desc, k_rows, v_rows, dk_rows, dv_rows, lse2_ptr, delta_ptr, share_ptr, table_ptr, tau_ptr,
     scale, pitch16, packing, geometry, sq, sk, n_segments,
     V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -114,7 +114,7 @@ def dkdv_of(launch: Launch, rows: RowState) -> tuple[Tensor, Tensor]:
     grid = launch.key_grid(config.block_n)
     if grid[0] and grid[1]:
         tma, descriptors = launch.descriptors(config, config.block_m, launch.q, rows.do)
-        dkdv_kernel[grid](
+        _dkdv_kernel[grid](
             *(rows_of(x) for x in (launch.q, rows.do)),
             *descriptors,
             *(rows_of(x) for x in (launch.k, launch.v, dk, dv)),

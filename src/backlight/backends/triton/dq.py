@@ -26,7 +26,7 @@ from backlight.backends.triton.primitives import (
 
 
 @triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
-def dq_kernel(
+def _dq_kernel(
     q_rows, k_rows, v_rows, k_desc, v_desc, do_rows, dq_rows, lse2_ptr, delta_ptr, share_ptr, table_ptr, tau_ptr, scale,
     pitch16, packing, geometry, sq, sk, n_segments, V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -102,7 +102,7 @@ def dq_of(launch: Launch, rows: RowState) -> Tensor:
     dq = torch.empty_like(call.q)
     if grid[0] and grid[1]:
         tma, descriptors = launch.descriptors(config, config.block_n, launch.k, launch.v)
-        dq_kernel[grid](
+        _dq_kernel[grid](
             *(rows_of(x) for x in (launch.q, launch.k, launch.v)),
             *descriptors,
             *(rows_of(x) for x in (rows.do, dq)),

@@ -31,7 +31,7 @@ from backlight.call import Call
 
 
 @triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
-def fwd_kernel(
+def _fwd_kernel(
     q_rows, k_rows, v_rows, k_desc, v_desc, gate_rows, y_rows, u_rows, lse_ptr, table_ptr, sink_ptr, tau_ptr, packing, geometry,
     sq, sk, n_segments, V: tl.constexpr, SAVE_U: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -162,7 +162,7 @@ def forward(call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     grid = launch.row_grid(config.block_m)
     if grid[0] and grid[1]:
         tma, descriptors = launch.descriptors(config, config.block_n, launch.k, launch.v)
-        fwd_kernel[grid](
+        _fwd_kernel[grid](
             *(rows_of(x) for x in (launch.q, launch.k, launch.v)),
             *descriptors,
             *(rows_of(x) for x in (launch.gate, y, y if u is None else u)),

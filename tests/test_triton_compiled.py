@@ -1,0 +1,102 @@
+"""The Triton kernels compiled ahead of time for cards that are not here, and what they are compiled by."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from compiling import Launched, recorded
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+
+from backlight.backends.triton import dbias, delta, dkdv, dq, forward
+from backlight.backends.triton import launch as host
+from backlight.backends.triton.backward import backward
+from backlight.backends.triton.config import KernelConfig
+from backlight.call import Call
+from backlight.config import override
+from backlight.spec import AttentionSpec
+
+SM80, SM90, GFX942 = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
+KERNELS = (forward, delta, dq, dkdv, dbias)
+EVERYTHING = {"causal": True, "window": (100, None), "softcap": 20.0, "bias": True, "sink": True, "tau": True, "gate": True}
+
+
+def call_of(length: int = 256, d: int = 64, dtype: torch.dtype = torch.bfloat16, **spec: object) -> Call:
+    wanted = AttentionSpec(**spec)  # type: ignore[arg-type]
+    q, k, v, gate = (torch.zeros(2, 4, length, d, dtype=dtype) for _ in range(4))
+    return Call(
+        wanted, q, k, v,
+        bias=torch.zeros(4, 64) if wanted.bias else None,
+        sink=torch.zeros(4) if wanted.sink else None,
+        tau=torch.zeros(4) if wanted.tau else None,
+        gate=gate if wanted.gate else None,
+    )  # fmt: skip
+
+
+def launches_of(call: Call) -> list[Launched]:
+    with recorded(*KERNELS) as launches:
+        y, lse, u = forward.forward(call, save_u=True)
+        backward(call, y, lse, u, torch.zeros_like(y), None, frozenset(call.gradients))
+    return launches
+
+
+@pytest.fixture
+def nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors stand in for those of a Hopper card."""
+    variant = host.Launch.variant.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(host.Launch, "variant", property(lambda self: variant(self)._replace(NVIDIA=True)))
+    monkeypatch.setattr(host, "describable", lambda tensor: True)
+
+
+@pytest.mark.parametrize("target", [SM80, GFX942], ids=["sm_80", "gfx942"])
+@pytest.mark.parametrize("spec", [{"causal": True}, {"causal": True, "bias": True}], ids=["causal", "bias"])
+def test_compiles_elsewhere(target: GPUTarget, spec: dict[str, object]) -> None:
+    names = []
+    for launched in launches_of(call_of(**spec)):
+        done = launched.compile(target)
+        names.append(launched.kernel.fn.__name__)
+        assert done.asm["cubin" if target.backend == "cuda" else "hsaco"]
+    assert names == ["_fwd_kernel", "_delta_kernel", "_dq_kernel", "_dkdv_kernel"] + ["_dbias_kernel"] * ("bias" in spec)
+
+
+@pytest.mark.usefixtures("nvidia")
+@pytest.mark.parametrize("spec", [{}, {"causal": True}, EVERYTHING], ids=["full", "causal", "everything"])
+def test_hopper_matmuls_are_not_serialised(spec: dict[str, object], tmp_path: object) -> None:
+    """A loop that may run zero times, left while a wgmma is in flight, makes ptxas wait after every single one (C7515)."""
+    config = KernelConfig(64, 64, 4, 2, tma=True)
+    kernels = ("forward", "dq", "dkdv", "dbias")
+    with override(f"triton.{kernels[0]}", config), override(f"triton.{kernels[1]}", config):  # noqa: SIM117
+        with override(f"triton.{kernels[2]}", config), override(f"triton.{kernels[3]}", config):
+            launches = launches_of(call_of(**spec))
+    for launched in launches:
+        name = launched.kernel.fn.__name__
+        ptx = launched.compile(SM90).asm["ptx"]
+        source = tmp_path / f"{name}.ptx"  # type: ignore[operator]
+        source.write_text(ptx)
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(source), "-o", str(source.with_suffix(".cubin"))]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        assert not re.findall(r"C75\d\d", log), f"{name}: {log}"
+        if name != "_delta_kernel":
+            assert "wgmma.mma_async" in ptx
+            assert "cp.async.bulk.tensor" in ptx
+
+
+@pytest.mark.parametrize("spec", [{"causal": True}, EVERYTHING], ids=["causal", "everything"])
+def test_lengths_do_not_compile_again(spec: dict[str, object]) -> None:
+    """Lengths of 1, odd ones and multiples of 16 meet the same compiled kernels."""
+    keys = [
+        [launched.specialization(SM90) for launched in launches_of(call_of(length, **spec))] for length in (1, 77, 256, 4096)
+    ]
+    assert all(key == keys[0] for key in keys)
+
+
+def test_a_term_that_is_absent_leaves_no_trace() -> None:
+    """The variant is compiled in: its flags are part of what a kernel is looked up by."""
+    plain, biased = (launches_of(call_of(causal=True, **terms)) for terms in ({}, {"bias": True}))
+    assert plain[0].specialization(SM90) != biased[0].specialization(SM90)
+    assert "exp2" not in plain[1].compile(SM90).asm["ttgir"]
