@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from backlight import registry
+from backlight import batching, registry
 from backlight.call import Call
 from backlight.spec import AttentionSpec
 
@@ -80,6 +83,10 @@ _library.impl("attention", _attention, "CompositeExplicitAutograd")
 _library.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
 
 
+torch.library.register_vmap("backlight::attention", batching.attention, lib=_library)
+torch.library.register_vmap("backlight::attention_backward", batching.attention_backward, lib=_library)
+
+
 # --- shapes for fake tensors -------------------------------------------------------------------------------------------------
 
 
@@ -141,10 +148,28 @@ class _Attention(torch.autograd.Function):
 def _attention_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     below = keyset & torch._C._after_autograd_keyset
     tensors = args[: len(GRADIENTS)]
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(tensors)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        if torch._C._are_functorch_transforms_active():
+            return _apply_at_this_level(below, *args)
         return _Attention.apply(below, *args)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.backlight.attention.default.redispatch(below, *args)
+
+
+def _refuse_tangents(tensors: tuple[Tensor | None, ...]) -> None:
+    """Below this point a tangent would be dropped, which reads as a derivative of zero."""
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError("backlight.attention has no forward-mode derivative (jvp); use reverse mode (vjp, grad)")
+
+
+def _apply_at_this_level(keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`_Attention.apply` inside torch.func.grad: the dispatcher has already come down to one level of it."""
+    if sum(level.key() == TransformType.Grad for level in get_interpreter_stack() or ()) > 1:
+        raise NotImplementedError("backlight.attention has no second derivative: torch.func.grad may be applied once")
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, _Attention).apply(keyset, *args)
 
 
 _library.impl("attention", _attention_autograd, "Autograd", with_keyset=True)

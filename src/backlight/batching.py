@@ -1,0 +1,62 @@
+"""The operators under `torch.func.vmap`: the new axis is folded into the heads.
+
+Heads are the one axis that every tensor of a call has, learned terms included, so one call does the work of all: entry v's head
+h becomes head v * H + h, and grouped heads keep their groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")
+# the axis of heads in each tensor of the two operators
+HEADS = {
+    **dict.fromkeys(("q", "k", "v", "gate", "y", "u", "lse", "dy", "dlse"), 1),
+    **dict.fromkeys(("bias", "sink", "tau"), 0),
+}
+TENSORS = ("q", "k", "v", "bias", "sink", "tau", "gate", *CU_SEQLENS)
+GRADIENTS_OF = TENSORS[:7]
+SAVED = ("y", "lse", "u", "dy", "dlse")
+
+
+def fold(name: str, x: Tensor | None, axis: int | None, size: int) -> Tensor | None:
+    """A tensor with `size` times its heads: batched along `axis`, or the same for every entry (None)."""
+    if x is None or (axis is None and not x.numel()):
+        return x
+    if name in CU_SEQLENS:
+        if axis is not None:
+            raise NotImplementedError(
+                f"torch.func.vmap over {name} is not supported: pack the sequences of all entries instead"
+            )
+        return x
+    heads = HEADS[name]
+    if axis is None:
+        x = x.unsqueeze(heads).expand(*x.shape[:heads], size, *x.shape[heads:])
+    else:
+        x = x.movedim(axis, heads)
+    return x.flatten(heads, heads + 1)
+
+
+def unfold(x: Tensor, heads: int, size: int) -> tuple[Tensor, int | None]:
+    """The result with its axis of entries, and where that is; empty placeholders have none."""
+    return (x.unflatten(heads, (size, -1)), heads) if x.dim() > heads and x.numel() else (x, None)
+
+
+def attention(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    size, count = info.batch_size, len(TENSORS)
+    folded = [fold(*entry, size) for entry in zip(TENSORS, args[:count], in_dims[:count], strict=True)]
+    found = [unfold(x, 1, size) for x in torch.ops.backlight.attention(*folded, *args[count:])]
+    return tuple(x for x, _ in found), tuple(axis for _, axis in found)
+
+
+def attention_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    size, count = info.batch_size, len(TENSORS)
+    first = len(args) - 1 - len(SAVED)
+    folded = [fold(*entry, size) for entry in zip(TENSORS, args[:count], in_dims[:count], strict=True)]
+    saved = [fold(*entry, size) for entry in zip(SAVED, args[first:-1], in_dims[first:-1], strict=True)]
+    grads = torch.ops.backlight.attention_backward(*folded, *args[count:first], *saved, args[-1])
+    found = [unfold(x, HEADS[name], size) for name, x in zip(GRADIENTS_OF, grads, strict=True)]
+    return tuple(x for x, _ in found), tuple(axis for _, axis in found)
