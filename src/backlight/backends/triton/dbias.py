@@ -118,7 +118,8 @@ def dbias_of(launch: Launch, rows: RowState) -> Tensor:
     n, block = call.bias.shape[1], config.block_n
     if not (batch and heads and sq and call.k.shape[2] and n):
         return torch.zeros_like(call.bias)
-    offsets = -(-(n + config.block_m - 1) // block) + 1
+    # multiples of block within [x - i, x - i + block) for a column x < n and a row i of the tile
+    offsets = (n + block - 2) // block + 1
     row_tiles = launch.tiles(sq, call.cu_seqlens_q, config.block_m)
     splits = max(1, min(row_tiles, PROGRAMS // (offsets * batch * heads)))
     # what a tile does not reach of the 2 * block places stays zero

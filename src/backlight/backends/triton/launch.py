@@ -76,6 +76,7 @@ class Launch:
             BDV=padded(dv),
             LEFT=spec.left is not None,
             RIGHT=spec.right is not None,
+            CAUSAL=spec.right == 0,
             SOFTCAP=spec.softcap is not None,
             BIAS=spec.bias,
             SINK=spec.sink,

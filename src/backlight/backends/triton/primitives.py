@@ -57,6 +57,8 @@ class Variant(NamedTuple):
     BDV: int
     LEFT: bool
     RIGHT: bool
+    # right == 0
+    CAUSAL: bool
     SOFTCAP: bool
     BIAS: bool
     SINK: bool
@@ -138,12 +140,15 @@ def row_phase(PHASE: tl.constexpr, first_key, last_key, sq, sk, geometry, V: tl.
 
 @triton.jit
 def visible(position, key, sk, geometry, V: tl.constexpr):
-    """Eq. 2."""
-    seen = (key < sk) & (position == position)
+    """Eq. 2. Rows that exist have positions below sk, so causal needs no test of the end."""
+    if V.CAUSAL:
+        seen = key <= position
+    else:
+        seen = (key < sk) & (position == position)
+        if V.RIGHT:
+            seen = seen & (key <= position + geometry.right)
     if V.LEFT:
-        seen = seen & (position - key <= geometry.left)
-    if V.RIGHT:
-        seen = seen & (key - position <= geometry.right)
+        seen = seen & (key >= position - geometry.left)
     return seen
 
 
@@ -161,11 +166,19 @@ def visible_count(position, sk, geometry, V: tl.constexpr):
 
 @triton.jit
 def tanh(x, V: tl.constexpr):
-    """1 - 2 / (1 + e^2x): absolutely accurate to an ulp of 1, which is all that a 16-bit softmax can tell.
+    """1 - 2e / (1 + e), e = e^-2|x|: absolutely accurate to an ulp of 1, which is all that a 16-bit softmax can tell.
 
+    The quotient is a parabola and two Newton steps: 1 + e lies in (1, 2], and the special function unit is what is short here.
     fp32 asks for relative accuracy near 0, where the difference cancels and a short series takes over.
     """
-    ratio = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+    magnitude = tl.abs(x)
+    twice = tl.exp2(1.0 - magnitude * (2.0 * LOG2E))
+    divisor = 1.0 + 0.5 * twice
+    inverse = 2.1212121212 + divisor * (-1.4545454545 + divisor * 0.3232323232)
+    inverse = inverse * (2.0 - divisor * inverse)
+    inverse = inverse * (2.0 - divisor * inverse)
+    ratio = 1.0 - twice * inverse
+    ratio = tl.where(x < 0, -ratio, ratio)
     if not V.FP32:
         return ratio
     square = x * x
