@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 
@@ -14,7 +15,8 @@ import backlight
 from backlight import cli
 from backlight.demo import pictures, seeds, train
 from backlight.demo.compare import difference
-from backlight.demo.model import LAGS, targets_of
+from backlight.demo.model import CharacterModel
+from backlight.demo.text import Text
 
 SEEDS = {seed.name: seed for seed in seeds.SEEDS}
 
@@ -144,52 +146,107 @@ def test_seed_command_shows_the_report():
 # --- training ----------------------------------------------------------------------------------------------------------------
 
 
-def test_targets_are_the_tokens_each_lag_back():
-    tokens = torch.arange(40)[None]
-    targets = targets_of(tokens)
-    assert targets.shape == (1, 40 - max(LAGS), len(LAGS))
-    for column, lag in enumerate(LAGS):
-        assert targets[0, 0, column] == max(LAGS) - lag
-        assert targets[0, -1, column] == 39 - lag
+def test_the_text_is_the_book():
+    text = Text.alice()
+    assert len(text) > 100_000
+    assert text.text.count("Alice") > 300
+    assert text.decode(text.encode("curiouser")) == "curiouser"
+    assert len(text.training) + len(text.held_out) == len(text)
+
+
+def test_batches_are_passages_of_the_training_part():
+    text = Text.alice()
+    passages = text.batch(4, 20, torch.Generator().manual_seed(0))
+    assert passages.shape == (4, 21)
+    training = text.decode(text.training)
+    assert all(text.decode(passage) in training for passage in passages)
+    evaluation = text.evaluation(3, 20)
+    assert all(text.decode(passage) in text.decode(text.held_out) for passage in evaluation)
+    assert not any(text.decode(passage) in training for passage in evaluation)
 
 
 @pytest.fixture(scope="module")
 def short_run():
-    return train.train(Console(file=io.StringIO()), steps=5)
+    return train.train(Console(file=io.StringIO()), steps=4)
 
 
 def test_every_head_moves_within_a_few_steps(short_run):
-    assert len(short_run.losses) == 5
-    assert short_run.still_heads == []
-    assert short_run.losses[-1] < short_run.losses[0]
-    for moment in (short_run.before, short_run.after):
+    for history in short_run.values():
+        assert len(history.losses) == 4
+        assert history.still_heads == []
+        assert history.moments[-1].loss < history.moments[0].loss < 1.05 * math.log(69)
+        assert history.sample
+    for moment in short_run["lazy"].moments:
         assert (moment.density > 0).all()
         assert (moment.density <= 1).all()
+    assert short_run["lazy"].bias_change.shape == (2, 4)
 
 
 def test_a_few_steps_are_not_called_learned(short_run):
-    assert not short_run.learned
+    assert not any(history.learned for history in short_run.values())
+
+
+def test_the_seed_decides_everything():
+    text = Text.alice()
+    first, again, other = (train.fit("lazy", text, steps=2, batch=2, length=16, seed=seed) for seed in (3, 3, 4))
+    assert first.losses == again.losses
+    assert torch.equal(first.moments[-1].bias, again.moments[-1].bias)
+    assert first.sample == again.sample
+    assert first.losses != other.losses
+
+
+def test_both_models_start_from_the_same_weights():
+    torch.manual_seed(0)
+    softmax = CharacterModel("softmax", 10)
+    torch.manual_seed(0)
+    lazy = CharacterModel("lazy", 10)
+    for name, value in softmax.state_dict().items():
+        assert torch.equal(value, lazy.state_dict()[name]), name
+
+
+def test_made_text_is_that_of_whole_passes():
+    """A cache gives the characters that a pass over the whole text would have given."""
+    torch.manual_seed(0)
+    model = CharacterModel("lazy", 10).double()
+    start = torch.randint(10, (5,))
+    made = model.continue_text(start, 6, torch.Generator().manual_seed(1), temperature=1e-6)
+    so_far = start
+    for character in made:
+        assert model(so_far[None])[0, -1].argmax() == character
+        so_far = torch.cat([so_far, character[None]])
 
 
 def test_heads_without_gradient_are_reported(monkeypatch):
     """Only head 0 receives gradients: the founding bug of the project, here by detaching the other heads' terms."""
     honest = backlight.attention
 
-    def first_head_only(q, k, v, *, bias, tau, **keywords):
-        bias = torch.cat([bias[:1], bias[1:].detach()])
-        tau = torch.cat([tau[:1], tau[1:].detach()])
+    def first_head_only(q, k, v, *, bias=None, tau=None, **keywords):
+        if bias is not None:
+            bias = torch.cat([bias[:1], bias[1:].detach()])
+            tau = torch.cat([tau[:1], tau[1:].detach()])
         return honest(q, k, v, bias=bias, tau=tau, **keywords)
 
     monkeypatch.setattr(backlight, "attention", first_head_only)
-    history = train.train(Console(file=io.StringIO()), steps=2)
-    assert history.still_heads == [1, 2, 3]
+    history = train.fit("lazy", Text.alice(), steps=2, batch=2, length=16)
+    assert history.still_heads == [(layer, head) for layer in range(2) for head in (1, 2, 3)]
     assert not history.learned
 
 
 def test_nan_tau_is_reported(short_run):
-    spoiled = [[*values[:2], math.nan, values[3]] for values in short_run.taus]
-    history = train.History(short_run.losses, spoiled, short_run.before, short_run.after)
-    assert history.still_heads == [2]
+    history = copy.deepcopy(short_run["lazy"])
+    history.taus[1][1, 2] = math.nan
+    assert history.still_heads == [(1, 2)]
+
+
+def test_nan_loss_is_not_learning(short_run):
+    history = copy.deepcopy(short_run["softmax"])
+    history.moments[-1] = train.Moment(step=4, loss=math.nan)
+    assert not history.learned
+
+
+def test_report_fails_on_what_did_not_learn(short_run, console, tmp_path):
+    assert not train.report(console, short_run, tmp_path)
+    assert "at least 1.5 were expected" in console.file.getvalue()
 
 
 @pytest.mark.slow
@@ -204,8 +261,8 @@ def test_pictures_are_written(short_run, console, tmp_path):
     pytest.importorskip("matplotlib")
     pictures.report(console, short_run, tmp_path / "new")
     written = sorted(path.name for path in (tmp_path / "new").iterdir())
-    assert written == ["lazy_attention.png", "lazy_attention.svg"]
-    assert (tmp_path / "new" / "lazy_attention.png").read_bytes().startswith(b"\x89PNG")
+    assert written == ["train_lm.png", "train_lm.svg"]
+    assert (tmp_path / "new" / "train_lm.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_text_stands_in_for_pictures(short_run, console, tmp_path, monkeypatch):
@@ -213,8 +270,9 @@ def test_text_stands_in_for_pictures(short_run, console, tmp_path, monkeypatch):
     pictures.report(console, short_run, tmp_path / "new")
     assert not (tmp_path / "new").exists()
     shown = console.file.getvalue()
-    for head in range(4):
-        assert f"head {head}" in shown
+    for layer in range(2):
+        for head in range(4):
+            assert f"layer {layer} head {head}" in shown
 
 
 def test_sparkline():

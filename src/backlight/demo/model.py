@@ -1,60 +1,76 @@
-"""One layer of Lazy Attention on a task that only distance can solve.
+"""A small language model over characters, with plain softmax or Lazy Attention in the middle.
 
-Lazy Attention adds a learned bias by distance to the scores and replaces softmax by the elastic softmax relu(p + tau / n).
-The task: at every position, name the tokens that stood `LAGS` steps back. Tokens are random and the model has no position
-embedding, so the bias table is the only way to know distance: each lag needs a head whose bias peaks there.
+Lazy Attention adds a learned bias by distance to the scores and replaces softmax by the elastic softmax relu(p + tau / n). The
+two models differ in nothing else: same widths, same rotary embedding, same starting weights.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import backlight
+from backlight.nn import Attention, KVCache, LazyAttention
 
-VOCABULARY = 16
-LAGS = (1, 4, 9, 15)
-TABLE = 24
+KINDS = ("softmax", "lazy")
+DISTANCES = 64
 
 
-class LazyCopier(nn.Module):
-    """Tokens [B,S] -> logits [B,S,len(LAGS),VOCABULARY]."""
+class Block(nn.Module):
+    """x + attention, then x + two-layer perceptron, both behind a norm."""
 
-    def __init__(self, heads: int = 4, head_dim: int = 16):
+    def __init__(self, dim: int, attention: Attention):
         super().__init__()
-        self.heads, self.head_dim = heads, head_dim
-        width = heads * head_dim
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.read = nn.Linear(width, len(LAGS) * VOCABULARY)
-        self.bias = nn.Parameter(0.02 * torch.randn(heads, TABLE))
-        self.tau = nn.Parameter(torch.full((heads,), -0.3))
+        self.norm = nn.RMSNorm(dim)
+        self.attention = attention
+        self.mlp_norm = nn.RMSNorm(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim, bias=False), nn.GELU(), nn.Linear(4 * dim, dim, bias=False))
 
-    def project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v [B,H,S,D] as views of one projection."""
-        batch, length = tokens.shape
-        qkv = self.qkv(self.embed(tokens)).view(batch, length, 3, self.heads, self.head_dim)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        return q, k, v
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        q, k, v = self.project(tokens)
-        y = backlight.attention(q, k, v, causal=True, bias=self.bias, tau=self.tau)
-        return self.read(y.transpose(1, 2).flatten(2)).unflatten(-1, (len(LAGS), VOCABULARY))
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        x = x + self.attention(self.norm(x), cache=cache)
+        return x + self.mlp(self.mlp_norm(x))
 
 
-def batch_of(size: int, length: int, generator: torch.Generator) -> Tensor:
-    """Random tokens [size, length]."""
-    return torch.randint(VOCABULARY, (size, length), generator=generator)
+class CharacterModel(nn.Module):
+    """Tokens [B, S] -> logits [B, S, vocabulary] for the character that follows each."""
 
+    def __init__(self, kind: str, vocabulary: int, dim: int = 64, heads: int = 4, layers: int = 2):
+        super().__init__()
+        if kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+        self.embed = nn.Embedding(vocabulary, dim)
+        self.blocks = nn.ModuleList(
+            Block(dim, Attention(dim, heads) if kind == "softmax" else LazyAttention(dim, heads, distances=DISTANCES))
+            for _ in range(layers)
+        )
+        self.norm = nn.RMSNorm(dim)
+        self.read = nn.Linear(dim, vocabulary, bias=False)
+        # a fresh model guesses blindly: its logits start near zero
+        nn.init.normal_(self.read.weight, std=0.1 * dim**-0.5)
 
-def targets_of(tokens: Tensor) -> Tensor:
-    """The token each lag back [B, S - max lag, len(LAGS)], for the rows where every lag exists."""
-    first = max(LAGS)
-    return torch.stack([tokens[:, first - lag : tokens.shape[1] - lag] for lag in LAGS], dim=-1)
+    def forward(self, tokens: Tensor, caches: list[KVCache] | None = None) -> Tensor:
+        x = self.embed(tokens)
+        for i, block in enumerate(self.blocks):
+            x = block(x, caches[i] if caches else None)
+        return self.read(self.norm(x))
 
+    def loss(self, passages: Tensor) -> Tensor:
+        """Mean cross-entropy, in nats per character, of passages [B, S + 1]."""
+        return functional.cross_entropy(self(passages[:, :-1]).flatten(0, 1), passages[:, 1:].flatten())
 
-def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy over rows and lags; log(VOCABULARY) is blind guessing."""
-    return functional.cross_entropy(logits[:, max(LAGS) :].flatten(0, 2), targets_of(tokens).flatten())
+    def lazy_layers(self) -> Iterator[LazyAttention]:
+        return (layer for layer in self.modules() if isinstance(layer, LazyAttention))
+
+    @torch.no_grad()
+    def continue_text(self, tokens: Tensor, count: int, generator: torch.Generator, temperature: float = 0.7) -> Tensor:
+        """`count` characters after tokens [S], drawn one by one with a cache."""
+        caches = [KVCache(len(tokens) + count) for _ in self.blocks]
+        made, step = [], tokens[None]
+        for _ in range(count):
+            logits = self(step, caches)[0, -1]
+            weights = (logits / temperature).softmax(-1).cpu()
+            step = torch.multinomial(weights, 1, generator=generator).to(tokens.device)[None]
+            made.append(step[0])
+        return torch.cat(made)

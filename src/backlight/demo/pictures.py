@@ -6,16 +6,16 @@ import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-
-from backlight.demo.model import LAGS
 
 if TYPE_CHECKING:
     from backlight.demo.train import History
 
 BARS = "▁▂▃▄▅▆▇█"
+COLOURS = {"softmax": "#57606a", "lazy": "#b3321b"}
+LAYER_COLOURS = ("#0b4f8a", "#c4681a", "#2c7a4b", "#6f42a1")
 
 
 def sparkline(values: Sequence[float], width: int = 72) -> str:
@@ -32,52 +32,80 @@ def has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def report(console: Console, history: History, out: Path) -> None:
-    """Write `lazy_attention.png` and `.svg` under `out`, or draw the biases in the terminal without matplotlib."""
+def report(console: Console, found: dict[str, History], out: Path) -> None:
+    """Write `train_lm.png` and `.svg` under `out`, or draw the biases in the terminal without matplotlib."""
     if not has_matplotlib():
         console.print("matplotlib is not installed (extra `report`): the learned biases as text, distance 0 on the left")
-        for head, table in enumerate(history.after.bias.tolist()):
-            console.print(f"  head {head}  {sparkline(table)}  tau {history.after.tau[head]:+.3f}")
+        last = found["lazy"].moments[-1]
+        assert last.bias is not None
+        assert last.tau is not None
+        for layer, (tables, taus) in enumerate(zip(last.bias.tolist(), last.tau.tolist(), strict=True)):
+            for head, (table, tau) in enumerate(zip(tables, taus, strict=True)):
+                console.print(f"  layer {layer} head {head}  {sparkline(table)}  tau {tau:+.3f}")
         return
     out.mkdir(parents=True, exist_ok=True)
-    for path in draw(history, out):
+    for path in draw(found, out):
         console.print(f"wrote {path}")
 
 
-def draw(history: History, out: Path) -> list[Path]:
-    """One figure: loss, tau of every head, and for every head its bias by distance and its weights."""
+def draw(found: dict[str, History], out: Path) -> list[Path]:
+    """One figure: loss of both models; tau and density of every head over training; every head's bias by distance."""
     import matplotlib
 
-    with matplotlib.rc_context({"svg.hashsalt": "backlight", "font.size": 8}):
-        figure = _figure(history)
-        paths = [out / f"lazy_attention.{kind}" for kind in ("png", "svg")]
+    with matplotlib.rc_context({"svg.hashsalt": "backlight", "svg.fonttype": "none", "font.size": 8, "axes.titlesize": 9}):
+        figure = _figure(found)
+        paths = [out / f"train_lm.{kind}" for kind in ("png", "svg")]
         for path in paths:
-            figure.savefig(path, dpi=120)
+            figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
     return paths
 
 
-def _figure(history: History):  # type: ignore[no-untyped-def]
+def _figure(found: dict[str, History]) -> Any:
     from matplotlib.figure import Figure
 
-    before, after = history.before, history.after
-    heads = after.tau.numel()
-    figure = Figure(figsize=(2.6 * heads, 7.2), layout="constrained")
-    grid = figure.add_gridspec(3, 2 * heads)
-    loss = figure.add_subplot(grid[0, :heads], title="loss", xlabel="step", yscale="log")
-    loss.plot(history.losses, color="tab:blue", linewidth=1)
-    tau = figure.add_subplot(grid[0, heads:], title="tau", xlabel="step")
-    tau.axhline(0, color="0.8", linewidth=0.8)
-    for head in range(heads):
-        tau.plot([values[head] for values in history.taus], linewidth=1, label=f"head {head}")
-    tau.legend(frameon=False, ncols=heads)
-    for head in range(heads):
-        columns = slice(2 * head, 2 * head + 2)
-        bias = figure.add_subplot(grid[1, columns], title=f"head {head}: bias by distance", xlabel="distance i - j")
-        for lag in LAGS:
-            bias.axvline(lag, color="tab:orange", linewidth=0.8, linestyle=":")
-        bias.plot(before.bias[head].tolist(), color="0.7", linewidth=1)
-        bias.plot(after.bias[head].tolist(), color="tab:blue", linewidth=1.2)
-        alive = f"weights, {float(after.density[head]):.0%} of visible keys alive"
-        weights = figure.add_subplot(grid[2, columns], title=alive, xlabel="key", ylabel="row")
-        weights.imshow(after.a[head].float().numpy() ** 0.5, cmap="magma", interpolation="nearest")
+    last = found["lazy"].moments[-1]
+    assert last.bias is not None
+    layers, heads, _ = last.bias.shape
+    figure = Figure(figsize=(11, 2.9 + 1.9 * layers), layout="constrained", facecolor="white")
+    grid = figure.add_gridspec(1 + layers, 3 * heads, height_ratios=[1.5] + [1] * layers)
+    third = heads
+    _losses(figure.add_subplot(grid[0, :third]), found)
+    _over_training(figure.add_subplot(grid[0, third : 2 * third]), found["lazy"], "tau", "tau per head: negative prunes")
+    _over_training(figure.add_subplot(grid[0, 2 * third :]), found["lazy"], "density", "share of visible keys alive, per head")
+    for layer in range(layers):
+        for head in range(heads):
+            axes = figure.add_subplot(grid[1 + layer, 3 * head : 3 * head + 3])
+            _bias(axes, found["lazy"], layer, head)
     return figure
+
+
+def _losses(axes: Any, found: dict[str, History]) -> None:
+    axes.set(title="loss, nats per character", xlabel="step")
+    for kind, history in found.items():
+        axes.plot(range(1, len(history.losses) + 1), history.losses, color=COLOURS[kind], linewidth=0.6, alpha=0.35)
+        steps, losses = zip(*((moment.step, moment.loss) for moment in history.moments), strict=True)
+        axes.plot(steps, losses, color=COLOURS[kind], linewidth=1.6, marker="o", markersize=2.5, label=f"{kind}, held out")
+    axes.legend(frameon=False)
+
+
+def _over_training(axes: Any, history: History, name: str, title: str) -> None:
+    axes.set(title=title, xlabel="step")
+    steps = [moment.step for moment in history.moments]
+    values = [getattr(moment, name) for moment in history.moments]
+    for layer in range(values[0].shape[0]):
+        for head in range(values[0].shape[1]):
+            label = f"layer {layer}" if head == 0 else None
+            colour = LAYER_COLOURS[layer % len(LAYER_COLOURS)]
+            axes.plot(steps, [float(value[layer, head]) for value in values], color=colour, linewidth=1.1, label=label)
+    axes.legend(frameon=False)
+
+
+def _bias(axes: Any, history: History, layer: int, head: int) -> None:
+    first, last = history.moments[0].bias, history.moments[-1].bias
+    assert first is not None
+    assert last is not None
+    axes.set(title=f"layer {layer}, head {head}: bias by distance")
+    axes.axhline(0, color="0.85", linewidth=0.8)
+    axes.plot(first[layer, head].tolist(), color="0.7", linewidth=1)
+    axes.plot(last[layer, head].tolist(), color=LAYER_COLOURS[layer % len(LAYER_COLOURS)], linewidth=1.2)
+    axes.set_xlabel("distance i - j")

@@ -1,0 +1,28 @@
+"""`attn_implementation="backlight"` for Hugging Face transformers.
+
+    from backlight.integrations.transformers import register
+    register()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="backlight")
+
+Attention sinks, soft-capping, sliding windows, relative position biases, grouped heads, padding, packed sequences and caches
+keep their meaning. No mask is ever expanded to S x S: padding and packing become packed sequences. What has no equivalent here
+(attention dropout, dense masks, returned probabilities) is refused with a sentence.
+"""
+
+from backlight.integrations.transformers.forward import attention_forward
+from backlight.integrations.transformers.masks import attention_mask
+from backlight.integrations.transformers.packing import Packing
+
+NAME = "backlight"
+
+
+def register(name: str = NAME) -> str:
+    """Make `attn_implementation=name` known to transformers, attention and mask alike; returns the name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, attention_mask)
+    return name
+
+
+__all__ = ["Packing", "attention_forward", "attention_mask", "register"]

@@ -1,0 +1,103 @@
+"""From transformers' mask functions to sequence numbers.
+
+transformers describes a mask as a function of (batch, head, row, key) built from a few known pieces. The geometry among them
+(causal, sliding window) reaches the attention call as keywords of its own. What is left, padding and packing, is a number per
+key and per row: 0 = hidden, else the sequence it belongs to. A piece that is none of these would be lost, so it is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# factories of transformers.masking_utils and what their masks mean here
+GEOMETRY = ("sliding_window_overlay", "sliding_window_bidirectional_overlay")
+
+
+@dataclass(slots=True)
+class Pattern:
+    """What a mask function says: keys ahead hidden or not, and packed sequence numbers [B, S] if there are any."""
+
+    causal: bool = False
+    packed: Tensor | None = None
+
+
+def read(mask_function: Callable[..., Any]) -> Pattern:
+    """Take a mask function apart; raises NotImplementedError for a piece without equivalent."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    # compilers can follow identities, not the inside of a closure
+    if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
+        return Pattern(causal=mask_function is causal_mask_function)
+    return _take_apart(mask_function)
+
+
+@torch.compiler.disable
+def _take_apart(mask_function: Callable[..., Any]) -> Pattern:
+    pattern = Pattern()
+    for name, values in _pieces(mask_function):
+        if name == "causal_mask_function":
+            pattern.causal = True
+        elif name == "packed_sequence_mask_function":
+            pattern.packed = values["packed_sequence_mask"]
+        elif name not in (*GEOMETRY, "bidirectional_mask_function"):
+            raise NotImplementedError(
+                f"attn_implementation='backlight' has no equivalent of the mask {name!r}: it knows causal and full masks, "
+                "sliding windows, padding and packed sequences; use another attn_implementation for this model"
+            )
+    return pattern
+
+
+def _pieces(mask_function: Callable[..., Any]) -> list[tuple[str, dict[str, Any]]]:
+    """(factory, what it closed over) of every mask in a conjunction."""
+    name = getattr(mask_function, "__qualname__", repr(mask_function)).partition(".<locals>")[0]
+    if getattr(mask_function, "__module__", None) != "transformers.masking_utils":
+        return [(name, {})]
+    values = dict(inspect.getclosurevars(mask_function).nonlocals)
+    if name == "and_masks":
+        return [piece for part in values["mask_functions"] for piece in _pieces(part)]
+    return [(name, values)]
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Tensor | None:
+    """The mask interface: None where geometry says it all, else sequence numbers [B, 1, 1, kv_length + q_length], keys first.
+
+    Arguments are those transformers hands to every mask interface; `attention_mask` is the padding mask [B, seen keys]. Four
+    dimensions tell transformers that the mask is finished: `generate` makes masks early and hands them to the model again.
+    """
+    pattern = Pattern(causal=True) if mask_function is None else read(mask_function)
+    start = q_offset - kv_offset
+    whole = not isinstance(start, Tensor) and start + q_length == kv_length
+    if attention_mask is not None and kv_length + kv_offset == attention_mask.shape[-1] and attention_mask.all():
+        attention_mask = None
+    if attention_mask is None and pattern.packed is None and (whole or not pattern.causal):
+        return None
+    keys = torch.ones(batch_size, kv_length, dtype=torch.int64, device=device)
+    if pattern.packed is not None:
+        keys = pattern.packed.to(device).long() + 1
+    if attention_mask is not None:
+        real = torch.nn.functional.pad(attention_mask, (0, max(0, kv_length + kv_offset - attention_mask.shape[-1])))
+        keys = keys * real[:, kv_offset : kv_offset + kv_length].to(device)
+    if not pattern.causal:
+        # rows of a full mask keep what they see; whether they are padding themselves is not known here
+        return torch.cat([keys, keys.new_ones(batch_size, q_length)], dim=1)[:, None, None]
+    # keys behind the last row belong to a cache with room to spare
+    positions = torch.arange(kv_length, device=device)
+    keys = keys * (positions < start + q_length)
+    rows = keys.index_select(1, torch.arange(q_length, device=device) + start)
+    return torch.cat([keys, rows], dim=1)[:, None, None]

@@ -1,0 +1,194 @@
+"""`Attention`: projections around the public call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import backlight
+from backlight.nn.cache import KVCache
+from backlight.nn.rotary import angles, packed_positions, rotate
+from backlight.spec import AttentionSpec
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+class Attention(nn.Module):
+    """Self-attention: x [B, S, dim] -> [B, S, dim], or packed [T, dim] with `cu_seqlens`.
+
+    Parameters: `qkv` and `out` (linear), and by option `gate` (linear), `q_norm` and `k_norm` (RMSNorm over a head), `sink`
+    [heads]. `sink` stays fp32 when the module is cast to fp16 or bf16: its gradient is a sum over every row of the batch.
+
+    Args:
+        dim: width of x.
+        heads: query heads.
+        kv_heads: key/value heads, a divisor of `heads`; None = `heads`.
+        head_dim: None = dim / heads.
+        causal, window, scale, softcap: as in `backlight.attention`.
+        rope: base of the rotary embedding (10000.0 is common), None = none. Columns turn in halves.
+        qk_norm: RMSNorm on q and k before the rotation.
+        sink: a learned logit per head in the denominator.
+        gate: the output of the heads is multiplied by sigmoid(gate(x)).
+        linear_bias: bias vectors in the projections.
+        backend: as in `backlight.attention`.
+    """
+
+    fp32_parameters: tuple[str, ...] = ("sink",)
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        causal: bool = True,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        rope: float | None = 10000.0,
+        qk_norm: bool = False,
+        sink: bool = False,
+        gate: bool = False,
+        linear_bias: bool = False,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        if heads < 1 or kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
+        if head_dim is None:
+            if dim % heads:
+                raise ValueError(f"dim must be a multiple of heads when head_dim is not given, got {dim} and {heads}")
+            head_dim = dim // heads
+        if rope is not None and (head_dim % 2 or not rope > 1):
+            raise ValueError(f"rope needs a base > 1 and an even head_dim, got {rope} and {head_dim}")
+        self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
+        self.spec = AttentionSpec(
+            causal=causal, window=window or (None, None), scale=scale, softcap=softcap, sink=sink, gate=gate
+        )
+        self.rope, self.backend = rope, backend
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * head_dim, bias=linear_bias, **factory)
+        self.out = nn.Linear(heads * head_dim, dim, bias=linear_bias, **factory)
+        self.gate = nn.Linear(dim, heads * head_dim, bias=linear_bias, **factory) if gate else None
+        self.q_norm = nn.RMSNorm(head_dim, **factory) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, **factory) if qk_norm else None
+        self.sink = self._term((heads,), device, dtype) if sink else None
+        self.reset_parameters()
+
+    @staticmethod
+    def _term(shape: tuple[int, ...], device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Parameter:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return nn.Parameter(torch.empty(shape, device=device, dtype=wide))
+
+    def reset_parameters(self) -> None:
+        """Fresh values: linear weights normal with variance 1 / fan-in, their biases 0, norms 1, sink 0."""
+        for linear in (self.qkv, self.out, self.gate):
+            if linear is not None:
+                nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
+                if linear.bias is not None:
+                    nn.init.zeros_(linear.bias)
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                norm.reset_parameters()
+        if self.sink is not None:
+            nn.init.zeros_(self.sink)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            x: [B, S, dim]; with `cu_seqlens` [T, dim], sequences one after another.
+            cu_seqlens: [Z + 1] int32 or int64, borders of the packed sequences.
+            positions: integers [S] or [B, S] ([T] when packed) for the rotary embedding; default: counted from 0 in each
+                sequence, or on from what the cache has seen.
+            cache: keys and values of the past; those of x are added to it. Needs a causal layer and no gradients.
+        """
+        q, k, v = self.project(x, cu_seqlens=cu_seqlens, positions=positions, offset=0 if cache is None else cache.length)
+        options = self.options(x)
+        if cu_seqlens is not None:
+            if cache is not None:
+                raise ValueError("cache goes with batched x [B, S, dim], not with cu_seqlens")
+            y = backlight.attention_varlen(q, k, v, cu_seqlens, **options)
+        else:
+            if cache is not None:
+                if not self.spec.causal:
+                    raise ValueError("cache needs a causal layer: the rows of the past would have to see the new keys")
+                k, v = cache.append(k, v, left=self.spec.left)
+            y = backlight.attention(q, k, v, **options).transpose(1, 2)
+        return self.out(y.flatten(-2))
+
+    def project(
+        self, x: Tensor, *, cu_seqlens: Tensor | None = None, positions: Tensor | None = None, offset: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v as the public call takes them: [B, H, S, D], or [T, H, D] when packed."""
+        wanted = 3 if cu_seqlens is None else 2
+        if x.dim() != wanted or x.shape[-1] != self.dim:
+            layout = f"[B, S, {self.dim}]" if cu_seqlens is None else f"[T, {self.dim}] with cu_seqlens"
+            raise ValueError(f"x must be {layout}, got shape {tuple(x.shape)}")
+        q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = (norm(x.to(norm.weight.dtype)) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        if self.rope is not None:
+            if positions is None:
+                length = x.shape[-2]
+                if cu_seqlens is None:
+                    positions = torch.arange(offset, offset + length, device=x.device)
+                else:
+                    positions = packed_positions(cu_seqlens, length)
+            dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+            cos, sin = angles(positions, self.head_dim, self.rope, dtype)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        # under autocast the norms have answered in the dtype of their weights
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        return (q, k, v) if cu_seqlens is not None else (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+
+    def terms(self) -> dict[str, Tensor]:
+        """The learned terms of the call, by keyword."""
+        return {} if self.sink is None else {"sink": self.sink}
+
+    def options(self, x: Tensor | None = None) -> dict[str, Any]:
+        """Keywords of the public call; the gate needs x."""
+        spec = self.spec
+        options: dict[str, Any] = {
+            "causal": spec.causal,
+            "window": spec.window,
+            "scale": spec.scale,
+            "softcap": spec.softcap,
+            "bias_origin": spec.bias_origin,
+            "backend": self.backend,
+        }
+        if self.gate is not None and x is not None:
+            gate = self.gate(x).unflatten(-1, (self.heads, self.head_dim))
+            options["gate"] = gate.transpose(1, 2) if x.dim() == 3 else gate
+        return options | self.terms()
+
+    def extra_repr(self) -> str:
+        shown = [f"{self.dim}, heads={self.heads}", f"kv_heads={self.kv_heads}", f"head_dim={self.head_dim}"]
+        shown += [f"causal={self.spec.causal}", f"window={self.spec.window}"] if self.spec.masked else []
+        return ", ".join([*shown, f"rope={self.rope}"])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Attention:
+        """Casts and moves of the module; learned terms are moved, but not cast below fp32."""
+        terms = [getattr(self, name) for name in self.fp32_parameters]
+        kept = {id(x) for term in terms if term is not None for x in (term, term.grad) if x is not None}
+
+        def apply(tensor: Tensor) -> Tensor:
+            done = fn(tensor)
+            narrowed = id(tensor) in kept and done.dtype in LOW_PRECISION and tensor.dtype not in LOW_PRECISION
+            return tensor.to(done.device) if narrowed else done
+
+        return super()._apply(apply, recurse)

@@ -1,0 +1,302 @@
+"""attn_implementation="backlight" in small random models: outputs and gradients of every parameter against "eager"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra `test` brings it)")
+
+from backlight.integrations.transformers import attention_forward, register  # noqa: E402
+from backlight.integrations.transformers.forward import by_distance  # noqa: E402
+
+# transformers looks into allocators of its own
+pytestmark = pytest.mark.clean_memory
+
+B, S, VOCABULARY = 3, 12, 40
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+SIDES = {"no padding": None, "left": [0, 3, 7], "right": [0, -3, -7]}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> None:
+    register()
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **HEADS))
+
+
+def mistral() -> nn.Module:
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL, **HEADS, sliding_window=4))
+
+
+def gpt_oss() -> nn.Module:
+    """Sinks, and a window of 4 in every other layer."""
+    config = transformers.GptOssConfig(**SMALL, **HEADS, num_local_experts=2, num_experts_per_tok=1, sliding_window=4)
+    model = transformers.GptOssForCausalLM(config)
+    for layer in model.model.layers:
+        nn.init.normal_(layer.self_attn.sinks)
+    return model
+
+
+def gemma2() -> nn.Module:
+    """Soft-capped scores, its own scale, a window of 4 in every other layer."""
+    config = transformers.Gemma2Config(
+        **SMALL, **HEADS, attn_logit_softcapping=0.5, sliding_window=4, query_pre_attn_scalar=3, hidden_activation="gelu"
+    )
+    return transformers.Gemma2ForCausalLM(config)
+
+
+CAUSAL: dict[str, Callable[[], nn.Module]] = {"llama": llama, "mistral": mistral, "gpt-oss": gpt_oss, "gemma2": gemma2}
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0, relative_attention_num_buckets=8, relative_attention_max_distance=10,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config)
+    for stack in (model.encoder, model.decoder):
+        nn.init.normal_(stack.block[0].layer[0].SelfAttention.relative_attention_bias.weight)
+    return model
+
+
+def made(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make().train()
+
+
+def padding(side: str) -> Tensor | None:
+    if SIDES[side] is None:
+        return None
+    mask = torch.ones(B, S, dtype=torch.long)
+    for row, count in zip(mask, SIDES[side], strict=True):
+        if count:
+            row[:count] = 0 if count > 0 else row[:count]
+            row[count:] = 0 if count < 0 else row[count:]
+    return mask
+
+
+def both(model: nn.Module, forward: Callable[[nn.Module], Tensor]) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
+    """Implementation -> (output, gradients by parameter) of `forward`, which returns what counts as output."""
+    found = {}
+    for implementation in ("eager", "backlight"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        y = forward(model)
+        torch.manual_seed(1)
+        (y * torch.randn_like(y)).sum().backward()
+        found[implementation] = (y.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    return found
+
+
+def assert_close(got: Tensor, want: Tensor, name: str) -> None:
+    """In norm, to what two layers of fp32 arithmetic leave; a lost key or a wrong sign is worth 1e-2 and more. (float64 is
+    no better: eager forms its weights in fp32 there too, and makes NaN of rows that are padding.)"""
+    error, size = (got - want).norm(), want.norm()
+    assert error <= 1e-5 * size + 1e-12, f"{name}: off by {error:.1e} of {size:.1e}"
+
+
+def assert_same(found: dict[str, tuple[Tensor, dict[str, Tensor]]]) -> None:
+    (y, grads), (other, other_grads) = found["backlight"], found["eager"]
+    assert y.numel()
+    assert_close(y, other, "output")
+    assert set(grads) == set(other_grads)
+    for name, grad in grads.items():
+        assert_close(grad, other_grads[name], name)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", CAUSAL)
+def test_causal_models(name: str, side: str) -> None:
+    model, mask = made(CAUSAL[name]), padding(side)
+    tokens = torch.randint(VOCABULARY, (B, S))
+
+    def logits(model: nn.Module) -> Tensor:
+        y = model(tokens, attention_mask=mask, use_cache=False).logits
+        return y if mask is None else y[mask.bool()]
+
+    found = both(model, logits)
+    assert_same(found)
+    learned = {"gpt-oss": "sinks"}.get(name)
+    if learned:
+        grads = [grad for parameter, grad in found["backlight"][1].items() if parameter.endswith(learned)]
+        assert len(grads) == 2
+        assert all((grad != 0).all() for grad in grads)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_t5(side: str) -> None:
+    """Encoder, decoder and cross attention; position bias with its gradient in both stacks."""
+    model, mask = made(t5), padding(side)
+    tokens, answer = torch.randint(VOCABULARY, (B, S)), torch.randint(VOCABULARY, (B, 7))
+
+    def logits(model: nn.Module) -> Tensor:
+        return model(input_ids=tokens, attention_mask=mask, decoder_input_ids=answer, use_cache=False).logits
+
+    found = both(model, logits)
+    assert_same(found)
+    tables = [grad for name, grad in found["backlight"][1].items() if "relative_attention_bias" in name]
+    assert len(tables) == 2
+    assert all((grad.abs().sum(dim=0) > 0).all() for grad in tables), "every head's table has a gradient"
+
+
+def test_t5_cross_attention_as_long_as_its_rows() -> None:
+    """As many rows as keys: padding of the encoder must hide keys, not rows of the decoder."""
+    model, mask = made(t5), padding("right")
+    tokens, answer = torch.randint(VOCABULARY, (B, S)), torch.randint(VOCABULARY, (B, S))
+    assert_same(both(model, lambda m: m(input_ids=tokens, attention_mask=mask, decoder_input_ids=answer).logits))
+
+
+# GPT-OSS does not hand positions to its masks: there packed sequences need cu_seq_lens_q
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_packed_sequences_by_position(name: str) -> None:
+    model = made(CAUSAL[name])
+    tokens = torch.randint(VOCABULARY, (1, S))
+    positions = torch.cat([torch.arange(3), torch.arange(7), torch.arange(2)])[None]
+    found = both(model, lambda m: m(tokens, position_ids=positions, use_cache=False).logits)
+    assert_same(found)
+    alone = [model(part, use_cache=False).logits for part in tokens.split([3, 7, 2], dim=1)]
+    assert_close(found["backlight"][0], torch.cat(alone, dim=1), "alone")
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_packed_sequences_by_borders(name: str) -> None:
+    model = made(CAUSAL[name])
+    model.set_attn_implementation("backlight")
+    tokens, cu = torch.randint(VOCABULARY, (1, S)), torch.tensor([0, 3, 10, 12], dtype=torch.int32)
+    positions = torch.cat([torch.arange(3), torch.arange(7), torch.arange(2)])[None]
+    y = model(tokens, position_ids=positions, use_cache=False, cu_seq_lens_q=cu, cu_seq_lens_k=cu).logits
+    alone = [model(part, use_cache=False).logits for part in tokens.split([3, 7, 2], dim=1)]
+    assert_close(y, torch.cat(alone, dim=1), "alone")
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("side", ["no padding", "left"])
+@pytest.mark.parametrize("name", CAUSAL)
+@torch.no_grad()
+def test_generation(name: str, side: str, cache: str) -> None:
+    model, mask = made(CAUSAL[name]).eval(), padding(side)
+    tokens = torch.randint(1, VOCABULARY, (B, S))
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options |= {"cache_implementation": cache, "disable_compile": True, "attention_mask": mask}
+    texts, scores = {}, {}
+    for implementation in ("eager", "backlight"):
+        model.set_attn_implementation(implementation)
+        made_text = model.generate(tokens, **options, return_dict_in_generate=True, output_logits=True)
+        texts[implementation], scores[implementation] = made_text.sequences, torch.stack(made_text.logits)
+    assert torch.equal(texts["backlight"], texts["eager"])
+    assert_close(scores["backlight"], scores["eager"], "logits")
+
+
+@pytest.mark.parametrize("side", ["no padding", "right"])
+@torch.no_grad()
+def test_generation_of_an_encoder_decoder(side: str) -> None:
+    """One row at a time in the decoder: its position bias is a single row, its keys are the cache."""
+    model, mask, tokens = made(t5).eval(), padding(side), torch.randint(1, VOCABULARY, (B, S))
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "attention_mask": mask}
+    logits = {}
+    for implementation in ("eager", "backlight"):
+        model.set_attn_implementation(implementation)
+        made_text = model.generate(tokens, **options, return_dict_in_generate=True, output_logits=True)
+        logits[implementation] = torch.stack(made_text.logits)
+    assert logits["eager"].shape[:2] == (6, B)
+    assert_close(logits["backlight"], logits["eager"], "logits")
+
+
+def test_compiled_in_one_graph() -> None:
+    torch._dynamo.reset()
+    model = made(llama)
+    tokens = torch.randint(VOCABULARY, (B, S))
+    model.set_attn_implementation("backlight")
+    plain = model(tokens).logits
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(tokens).logits
+    torch.testing.assert_close(compiled, plain)
+    torch._dynamo.reset()
+
+
+def test_checkpointed_layers() -> None:
+    model = made(gpt_oss)
+    tokens = torch.randint(VOCABULARY, (B, S))
+    model.set_attn_implementation("backlight")
+    model(tokens, use_cache=False).logits.sum().backward()
+    plain = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    model(tokens, use_cache=False).logits.sum().backward()
+    for name, parameter in model.named_parameters():
+        if name in plain:
+            torch.testing.assert_close(parameter.grad, plain[name])
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------------------
+
+
+def refused(model: nn.Module, message: str, **options: Any) -> None:
+    model.set_attn_implementation("backlight")
+    with pytest.raises(NotImplementedError, match=message):
+        model(torch.randint(VOCABULARY, (B, S)), use_cache=False, **options)
+
+
+def test_dropout_is_refused() -> None:
+    config = transformers.LlamaConfig(**SMALL, **HEADS, attention_dropout=0.1)
+    refused(transformers.LlamaForCausalLM(config).train(), "no attention dropout, got 0.1")
+
+
+def test_dense_masks_are_refused() -> None:
+    dense = torch.zeros(B, 1, S, S).masked_fill(torch.ones(S, S).triu(1).bool(), -1e9)
+    refused(made(llama), r"padding masks \[batch, length\], not dense masks, got shape \(3, 1, 12, 12\)", attention_mask=dense)
+
+
+def test_other_masks_are_refused() -> None:
+    """Chunked attention (Llama 4) hides more than causal: taking it for causal would be silently wrong."""
+    from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function, or_masks
+
+    from backlight.integrations.transformers import attention_mask
+
+    for function, name in (
+        (chunked_causal_mask_function(4, torch.zeros(B, dtype=torch.long)), "chunked_overlay"),
+        (or_masks(causal_mask_function, causal_mask_function), "or_masks"),
+        (lambda b, h, q, k: k <= q, "test_other_masks_are_refused"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"no equivalent of the mask '{name}'"):
+            attention_mask(B, S, S, mask_function=function)
+
+
+def test_gaps_are_refused_where_distance_matters() -> None:
+    mask = torch.ones(B, S, dtype=torch.long)
+    mask[1, 4:6] = 0
+    refused(made(mistral), "padding at the ends only", attention_mask=mask)
+    model, tokens = made(llama), torch.randint(VOCABULARY, (B, S))
+    positions = torch.arange(S).expand(B, S)
+    assert_same(both(model, lambda m: m(tokens, attention_mask=mask, position_ids=positions).logits[mask.bool()]))
+
+
+def test_attention_weights_are_refused() -> None:
+    q = torch.randn(1, 2, 3, 8)
+    with pytest.raises(NotImplementedError, match="output_attentions needs 'eager'"):
+        attention_forward(nn.Module(), q, q, q, None, output_attentions=True)
+
+
+def test_biases_that_are_not_by_distance_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="depend on distance alone"):
+        by_distance(torch.randn(1, 2, 4, 4))
+    with pytest.raises(NotImplementedError, match="one position bias for the whole batch"):
+        by_distance(torch.zeros(2, 2, 4, 4))
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(NotImplementedError, match="whether Module does is not known"):
+        attention_forward(nn.Module(), q, q, q, None, position_bias=torch.zeros(1, 2, 4, 4, requires_grad=True) + 0)
+
+
+@pytest.mark.parametrize(("sq", "sk"), [(4, 4), (2, 5), (5, 2), (1, 3), (3, 1)])
+def test_table_of_a_dense_bias(sq: int, sk: int) -> None:
+    table = torch.randn(2, sq + sk - 1)
+    distance = torch.arange(sq)[:, None] + sk - sq - torch.arange(sk)
+    dense = table[:, distance + sq - 1][None]
+    assert torch.equal(by_distance(dense), table)

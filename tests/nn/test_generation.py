@@ -1,0 +1,115 @@
+"""Generation: step by step gives what one pass gives, whatever the steps, the window and the terms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from backlight.nn import Attention, KVCache, LazyAttention
+
+DIM, HEADS, LENGTH = 24, 4, 23
+
+LAYERS = {
+    "plain": lambda: Attention(DIM, HEADS),
+    "grouped, sink, gate, norms": lambda: Attention(DIM, HEADS, kv_heads=2, sink=True, gate=True, qk_norm=True),
+    "window": lambda: Attention(DIM, HEADS, window=(4, 0)),
+    "window of one": lambda: Attention(DIM, HEADS, window=(0, 0)),
+    "lazy": lambda: LazyAttention(DIM, HEADS, distances=5),
+    "lazy, window": lambda: LazyAttention(DIM, HEADS, kv_heads=2, distances=9, window=(6, None)),
+}
+STEPS = {"one by one": [1] * LENGTH, "a prompt, then one by one": [9] + [1] * (LENGTH - 9), "in pieces": [2, 7, 1, 5, 8]}
+
+
+def made(name: str) -> Attention:
+    layer = LAYERS[name]().double()
+    with torch.no_grad():
+        for term in ("bias", "sink"):
+            if getattr(layer, term, None) is not None:
+                getattr(layer, term).normal_()
+        if isinstance(layer, LazyAttention):
+            layer.tau.copy_(torch.tensor([-0.9, -0.3, 0.0, 0.5]))
+    return layer
+
+
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_steps_give_what_one_pass_gives(name: str, steps: list[int]) -> None:
+    layer, cache = made(name), KVCache(capacity=4)
+    x = torch.randn(2, LENGTH, DIM, dtype=torch.float64)
+    at_once = layer(x)
+    in_steps = torch.cat([layer(part, cache=cache) for part in x.split(steps, dim=1)], dim=1)
+    torch.testing.assert_close(in_steps, at_once)
+    assert cache.length == LENGTH
+    if layer.spec.left is not None:
+        assert cache.kept <= layer.spec.left + steps[-1], "keys that no row can see any more are forgotten"
+
+
+@torch.no_grad()
+def test_a_windowed_cache_stays_small() -> None:
+    layer, cache = made("window"), KVCache(capacity=4)
+    for _ in range(200):
+        layer(torch.randn(1, 1, DIM, dtype=torch.float64), cache=cache)
+    assert cache.length == 200
+    assert cache._k.shape[2] <= 16
+
+
+@torch.no_grad()
+def test_crop_takes_tokens_back() -> None:
+    layer, cache = made("lazy"), KVCache()
+    x = torch.randn(1, 12, DIM, dtype=torch.float64)
+    layer(x[:, :8], cache=cache)
+    layer(torch.randn(1, 3, DIM, dtype=torch.float64), cache=cache)
+    cache.crop(8)
+    torch.testing.assert_close(layer(x[:, 8:], cache=cache), layer(x)[:, 8:])
+    with pytest.raises(ValueError, match="length must lie between 0 and 12"):
+        cache.crop(13)
+
+
+@torch.no_grad()
+def test_crop_refuses_what_is_forgotten() -> None:
+    layer, cache = made("window"), KVCache()
+    for _ in range(9):
+        layer(torch.randn(1, 1, DIM, dtype=torch.float64), cache=cache)
+    with pytest.raises(ValueError, match="length must lie between 4 and 9, which the cache still holds, got 2"):
+        cache.crop(2)
+
+
+@torch.no_grad()
+def test_reorder_moves_sequences() -> None:
+    layer, cache = made("lazy"), KVCache()
+    x = torch.randn(3, 6, DIM, dtype=torch.float64)
+    layer(x[:, :5], cache=cache)
+    rows = torch.tensor([2, 2, 0])
+    cache.reorder(rows)
+    moved = torch.cat([x[rows, :5], x[:, 5:]], dim=1)
+    torch.testing.assert_close(layer(x[:, 5:], cache=cache), layer(moved)[:, 5:])
+
+
+def test_a_cache_refuses_gradients() -> None:
+    layer = made("plain")
+    with pytest.raises(RuntimeError, match="a KVCache keeps no gradients"):
+        layer(torch.randn(1, 2, DIM, dtype=torch.float64), cache=KVCache())
+
+
+@torch.no_grad()
+def test_refusals() -> None:
+    x = torch.randn(1, 2, DIM)
+    with pytest.raises(ValueError, match="cache needs a causal layer"):
+        Attention(DIM, HEADS, causal=False)(x, cache=KVCache())
+    with pytest.raises(ValueError, match="not with cu_seqlens"):
+        Attention(DIM, HEADS)(x[0], cu_seqlens=torch.tensor([0, 2]), cache=KVCache())
+    with pytest.raises(ValueError, match="capacity must be >= 1, got 0"):
+        KVCache(0)
+    layer, cache = Attention(DIM, HEADS), KVCache()
+    layer(x, cache=cache)
+    with pytest.raises(ValueError, match=r"the cache holds batch and heads \(1, 4\), got keys with \(2, 4\)"):
+        layer(x.expand(2, -1, -1), cache=cache)
+
+
+@torch.inference_mode()
+def test_inference_mode() -> None:
+    layer, cache = made("lazy"), KVCache(capacity=2)
+    x = torch.randn(1, 7, DIM, dtype=torch.float64)
+    in_steps = torch.cat([layer(part, cache=cache) for part in x.split(1, dim=1)], dim=1)
+    torch.testing.assert_close(in_steps, layer(x))

@@ -1,0 +1,89 @@
+"""Statistics against the oracle's own weights and survivors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from backlight import nn as backlight_nn
+from backlight.call import Call
+from backlight.nn import Attention, LazyAttention, statistics
+from backlight.reference import oracle
+
+DIM, HEADS = 24, 4
+
+LAYERS = {
+    "softmax": lambda: Attention(DIM, HEADS, kv_heads=2),
+    "sink, softcap": lambda: Attention(DIM, HEADS, sink=True, softcap=2.0),
+    "lazy": lambda: LazyAttention(DIM, HEADS, distances=5),
+    "lazy, window, sink": lambda: LazyAttention(DIM, HEADS, kv_heads=1, distances=5, window=(11, 0), sink=True),
+    "lazy, two-sided": lambda: LazyAttention(DIM, HEADS, distances=5, two_sided=True, causal=False),
+}
+
+
+def made(name: str) -> Attention:
+    layer = LAYERS[name]().double()
+    with torch.no_grad():
+        if isinstance(layer, LazyAttention):
+            layer.bias.normal_()
+            layer.tau.copy_(torch.tensor([-2.0, -0.9, -0.3, 0.4]))
+    return layer
+
+
+@pytest.mark.parametrize("length", [7, 300], ids=["one tile of rows", "three"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_statistics_are_those_of_the_oracle(name: str, length: int) -> None:
+    layer = made(name)
+    x = torch.randn(2, length, DIM, dtype=torch.float64)
+    with statistics(layer) as found:
+        layer(x)
+    q, k, v = layer.project(x)
+    spec = layer.spec.replace(gate=False)
+    trace = oracle(Call(spec, q, k, v, **layer.terms()), keep=("a", "m"))
+    alive = trace.m.sum(dim=-1)
+    torch.testing.assert_close(found[""].density, alive.sum(dim=(0, 2)) / (2 * spec.visible_pairs(length, length)))
+    torch.testing.assert_close(found[""].mass, trace.a.sum(dim=-1).mean(dim=(0, 2)).double())
+    torch.testing.assert_close(found[""].dead_rows, (alive == 0).double().mean(dim=(0, 2)))
+
+
+def test_packed_is_the_sum_of_its_parts() -> None:
+    layer = made("lazy, window, sink")
+    x = torch.randn(30, DIM, dtype=torch.float64)
+    with statistics(layer) as packed:
+        layer(x, cu_seqlens=torch.tensor([0, 10, 20, 30]))
+    with statistics(layer) as batched:
+        layer(x.view(3, 10, DIM))
+    for name in ("density", "mass", "dead_rows"):
+        torch.testing.assert_close(getattr(packed[""], name), getattr(batched[""], name))
+
+
+def test_every_layer_of_a_model_by_name_and_only_inside_the_block() -> None:
+    model = nn.ModuleDict({"first": Attention(DIM, HEADS), "second": LazyAttention(DIM, HEADS)})
+    x = torch.randn(1, 6, DIM)
+    with statistics(model) as found:
+        model["second"](model["first"](x))
+    assert set(found) == {"first", "second"}
+    torch.testing.assert_close(found["first"].mass, torch.ones(HEADS, dtype=torch.float64))
+    torch.testing.assert_close(found["first"].density, torch.ones(HEADS, dtype=torch.float64))
+    found.clear()
+    model["second"](x)
+    assert not found
+
+
+def test_dead_rows_are_counted() -> None:
+    layer = LazyAttention(DIM, HEADS, tau=-1.0)
+    with statistics(layer) as found:
+        layer(3 * torch.randn(16, 8, DIM))
+    assert (found[""].dead_rows == 1 / 8).all(), "the first row sees one key, p = 1 = -tau / n: dead, whatever rounding says"
+    layer = LazyAttention(DIM, HEADS, tau=-100.0)
+    with statistics(layer) as found:
+        layer(torch.randn(1, 8, DIM))
+    assert (found[""].dead_rows == 1).all()
+    assert (found[""].mass == 0).all()
+
+
+def test_a_cache_is_refused() -> None:
+    layer = Attention(DIM, HEADS)
+    with torch.no_grad(), statistics(layer), pytest.raises(ValueError, match="without a cache"):
+        layer(torch.randn(1, 2, DIM), cache=backlight_nn.KVCache())
