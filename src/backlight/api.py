@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, overload
+from typing import Any, Literal, Protocol, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -12,6 +14,16 @@ from typing_extensions import Unpack
 from backlight import ops, registry
 from backlight.binding import Window, autocast, check, check_is_tensor, check_rank, make_spec
 from backlight.call import Call
+
+
+class Context(Protocol):
+    """Where a sequence lies when this process holds only a part of it: see `backlight.distributed.context_parallel`."""
+
+    def attention(
+        self, bind: Callable[..., Call], tensors: tuple[Any, ...], options: dict[str, Any], backend: str | None
+    ) -> tuple[Tensor, Tensor]:
+        """(y, lse) of this process' rows, differentiable; `bind(*tensors, **options)` makes the call they belong to."""
+        ...
 
 
 class Options(TypedDict, total=False):
@@ -28,6 +40,7 @@ class Options(TypedDict, total=False):
     gate: Tensor | None
     deterministic: bool | None
     backend: str | None
+    context: Context | None
 
 
 @overload
@@ -57,6 +70,7 @@ def attention(
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str | None = None,
+    context: Context | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention, differentiable in every tensor argument, in memory linear in the lengths.
 
@@ -76,27 +90,25 @@ def attention(
         return_lse: also return the log-sum-exp of each row, differentiable.
         deterministic: bitwise repeatable backward; None follows torch.are_deterministic_algorithms_enabled().
         backend: a backend's name, which never falls back; None chooses (see `explain`).
+        context: q, k, v and gate are this rank's shard of a longer sequence (see `backlight.distributed.context_parallel`).
 
     Returns:
         y [B, Hq, Sq, Dv] in the dtype of q; with `return_lse` also lse [B, Hq, Sq], fp32 (fp64 for fp64 inputs), natural log.
         Rows that see no key give y = 0, lse = -inf (with a sink: lse = sink) and zero gradients.
     """
-    call = _bind(
-        q,
-        k,
-        v,
-        deterministic=deterministic,
-        causal=causal,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        bias=bias,
-        bias_origin=bias_origin,
-        sink=sink,
-        tau=tau,
-        gate=gate,
-    )
-    y, lse = ops.attention(call, _known(backend))
+    options = {
+        "deterministic": deterministic,
+        "causal": causal,
+        "window": window,
+        "scale": scale,
+        "softcap": softcap,
+        "bias": bias,
+        "bias_origin": bias_origin,
+        "sink": sink,
+        "tau": tau,
+        "gate": gate,
+    }
+    y, lse = _run(_bind, (q, k, v), options, backend, context)
     return (y, lse) if return_lse else y
 
 
@@ -145,6 +157,7 @@ def attention_varlen(
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str | None = None,
+    context: Context | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` over packed sequences: nothing is visible across their borders.
 
@@ -157,24 +170,19 @@ def attention_varlen(
     Returns:
         y [Tq, Hq, Dv]; with `return_lse` also lse [Hq, Tq].
     """
-    call = _bind_packed(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        deterministic=deterministic,
-        causal=causal,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        bias=bias,
-        bias_origin=bias_origin,
-        sink=sink,
-        tau=tau,
-        gate=gate,
-    )
-    y, lse = ops.attention(call, _known(backend))
+    options = {
+        "deterministic": deterministic,
+        "causal": causal,
+        "window": window,
+        "scale": scale,
+        "softcap": softcap,
+        "bias": bias,
+        "bias_origin": bias_origin,
+        "sink": sink,
+        "tau": tau,
+        "gate": gate,
+    }
+    y, lse = _run(_bind_packed, (q, k, v, cu_seqlens_q, cu_seqlens_k), options, backend, context)
     y, lse = y[0].transpose(0, 1), lse[0]
     return (y, lse) if return_lse else y
 
@@ -216,6 +224,30 @@ def explain(
     wanted = reasons if _known(backend) is None else {backend: reasons[backend]}  # type: ignore[index]
     chosen = next((name for name, why in wanted.items() if not why), None)
     return Explanation(chosen, None if chosen is None else registry.get(chosen).config(call), reasons)
+
+
+# the innermost last; a plain list, not a context variable: a backward that recomputes may run in a thread of its own
+_contexts: list[Context] = []
+
+
+@contextmanager
+def entered(context: Context) -> Iterator[None]:
+    """Calls inside that name no context use this one."""
+    _contexts.append(context)
+    try:
+        yield
+    finally:
+        _contexts.remove(context)
+
+
+def _run(
+    bind: Callable[..., Call], tensors: tuple[Any, ...], options: dict[str, Any], backend: str | None, context: Context | None
+) -> tuple[Tensor, Tensor]:
+    if context is None and _contexts:
+        context = _contexts[-1]
+    if context is not None:
+        return context.attention(bind, tensors, options, backend)
+    return ops.attention(bind(*tensors, **options), _known(backend))
 
 
 def _bind(

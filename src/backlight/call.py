@@ -19,6 +19,21 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Marks a call whose keys are one part of a larger problem's (docs/math.md section 9).
+
+    What a part returns is still to be summed, so y, u, dq, dk and dv come back in the accumulator dtype. An elastic part cannot
+    find the normaliser of the whole row in its own keys, so it is given; a forward with `lse` returns that same lse.
+
+    lse: [B,Hq,Sq] over all parts, sink included; None without tau.
+    n:   [Sq] int32: visible keys of each row over all parts; None without tau.
+    """
+
+    lse: Tensor | None = None
+    n: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """q [B,Hq,Sq,D], k [B,Hkv,Sk,D], v [B,Hkv,Sk,Dv], learned terms, and cu_seqlens [Z+1] when sequences are packed."""
 
@@ -33,6 +48,7 @@ class Call:
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     deterministic: bool = False
+    part: Part | None = None
     _segments: tuple[Segment, ...] | None = field(default=None, repr=False)
 
     @property
@@ -52,6 +68,11 @@ class Call:
     def accumulator_dtype(self) -> torch.dtype:
         """fp32 for every input dtype but fp64 (numerics contract)."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """Of y, u, dq, dk and dv: the dtype of q, unless they are parts of sums."""
+        return self.q.dtype if self.part is None else self.accumulator_dtype
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -81,8 +102,8 @@ class Call:
 _host_values: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def read_cu_seqlens(name: str, cu_seqlens: Tensor, total: int) -> tuple[int, ...]:
-    """Host values of a cu_seqlens tensor, checked: starts at 0, never decreases, ends at the packed length."""
+def read_cu_seqlens(name: str, cu_seqlens: Tensor, total: int | None) -> tuple[int, ...]:
+    """Host values of a cu_seqlens tensor, checked: starts at 0, never decreases, ends at the packed length (None: anywhere)."""
     version = None if cu_seqlens.is_inference() else cu_seqlens._version
     known = _host_values.get(cu_seqlens)
     values = known[1] if known is not None and version is not None and known[0] == version else tuple(cu_seqlens.tolist())
@@ -92,6 +113,6 @@ def read_cu_seqlens(name: str, cu_seqlens: Tensor, total: int) -> tuple[int, ...
     for z, (a, b) in enumerate(pairwise(values)):
         if b < a:
             raise ValueError(f"{name} must not decrease, got {a} then {b} at position {z + 1}")
-    if values[-1] != total:
+    if total is not None and values[-1] != total:
         raise ValueError(f"{name} must end at the packed length {total}, got {values[-1]}")
     return values

@@ -11,7 +11,7 @@ from torch import Tensor
 from backlight.call import Call
 from backlight.errors import Unsupported
 
-ORDER = ("triton", "tiled")
+ORDER = ("hopper", "triton", "tiled")
 
 
 @runtime_checkable

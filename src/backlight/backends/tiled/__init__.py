@@ -13,6 +13,7 @@ from backlight.config import Config
 class TiledBackend:
     name = "tiled"
     summary = "plain PyTorch, any device, fp16 to fp64, every variant, linear memory"
+    parts = True
 
     def available(self) -> tuple[str, ...]:
         return ()

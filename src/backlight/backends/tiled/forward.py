@@ -20,7 +20,9 @@ from backlight.spec import LN2, LOG2E
 
 def forward(call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     dv = call.v.shape[-1]
-    y = torch.empty_like(call.q) if dv == call.q.shape[-1] else call.q.new_empty(*call.q.shape[:3], dv)
+    y = torch.empty_like(call.q, dtype=call.output_dtype)
+    if dv != call.q.shape[-1]:
+        y = y.new_empty(*call.q.shape[:3], dv)
     lse = call.q.new_empty(call.q.shape[:3], dtype=call.accumulator_dtype)
     u = torch.empty_like(y) if save_u and call.tau is not None else None
     config = config_of(call)
@@ -36,13 +38,17 @@ def _forward_slab(
     z = slab.segment
     scores = Scores(call, slab, workspace)
     v = keys_of(call.v, slab).to(scores.operand)
+    known_lse = None if call.part is None else call.part.lse
     elastic = Elastic(call, slab, workspace) if call.tau is not None else None
     sink = None if call.sink is None else heads_of(call.sink, slab, call.group, call.accumulator_dtype)
     for i0, i1 in row_blocks(z.sq, config):
         block = Block(slab, call.group, i0, i1)
         block_tiles = tiles(call.spec, i0, i1, z.sq, z.sk, config)
         scores.start(block)
-        block_lse, o = _softmax_sweep(scores, v, sink, block_tiles, with_output=elastic is None)
+        if known_lse is None:
+            block_lse, o = _softmax_sweep(scores, v, sink, block_tiles, with_output=elastic is None)
+        else:
+            block_lse = block.rows_of(known_lse[..., None])
         if elastic is not None:
             elastic.start(block)
             o, block_u = _elastic_sweep(scores, v, elastic, block_lse, block_tiles, with_u=u is not None)

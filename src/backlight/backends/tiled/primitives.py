@@ -79,10 +79,13 @@ class Block:
         """[N, rows, 1] -> [N, r]."""
         return rows.squeeze(-1).unflatten(1, (-1, self.group)).sum(dim=1)
 
-    def visible_counts(self, spec: AttentionSpec, device: torch.device) -> Tensor:
+    def visible_counts(self, call: Call, device: torch.device) -> Tensor:
         """n_i of every row, [1, rows, 1]."""
         z = self.slab.segment
-        counts = spec.visible_counts(z.sq, z.sk, device, self.i0, self.i1)
+        if call.part is not None and call.part.n is not None:
+            counts = call.part.n[z.q0 + self.i0 : z.q0 + self.i1]
+        else:
+            counts = call.spec.visible_counts(z.sq, z.sk, device, self.i0, self.i1)
         return counts.repeat_interleave(self.group)[None, :, None]
 
     def part(self, tile: Tile) -> slice:
@@ -274,7 +277,7 @@ class Elastic:
     def start(self, block: Block) -> None:
         self.block = block
         tau = block.repeat_positions(self.tau_heads)
-        n = block.visible_counts(self.call.spec, tau.device)
+        n = block.visible_counts(self.call, tau.device)
         self.tau, self.n = tau, n.clamp(min=1)
         self.tau_over_n = tau / self.n
         # every visible key survives when tau >= 0, also where p underflowed; masked keys sit at -inf and never do

@@ -21,6 +21,7 @@ def interpreting() -> bool:
 class TritonBackend:
     name = "triton"
     summary = "portable GPU kernels, fp16 bf16 fp32, every variant"
+    parts = True
 
     def available(self) -> tuple[str, ...]:
         if importlib.util.find_spec("triton") is None:

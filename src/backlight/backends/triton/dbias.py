@@ -93,7 +93,7 @@ def _dbias_kernel(
                 share = load_vector(share_ptr + row_offset, i0, sq, 0.0, BM, True)[:, None]
                 position = (i0 + sk - sq + row_lanes)[:, None]
                 seen = seen & visible(position, keys[None, :], sk, geometry, V)
-                alone = visible_count(position, sk, geometry, V) == 1
+                alone = visible_count(position, q_start, sq, sk, packing, geometry, V) == 1
             _, ds, _ = tile_gradient(t, dp, lse2, delta, bias2, share, threshold, alone, seen, geometry, V, True, True)
             total += ds
     # cell (i, j) lies on diagonal x = turn_i + j, whose column is `column + BM - 1 - x`; rotated, x mod BN is its lane

@@ -66,7 +66,7 @@ def _delta_kernel(
     offset = row_state(b, h, row, pitch16, geometry)
     if V.TAU:
         u = load_tile(at(u_rows, b, h, row), u_rows.row, 0, n_rows, BM, V.DV, V.BDV, True).to(tl.float32)
-        n = tl.maximum(visible_count(i0 + lanes + sk - sq, sk, geometry, V), 1)
+        n = tl.maximum(visible_count(i0 + lanes + sk - sq, q_start, sq, sk, packing, geometry, V), 1)
         mean = tl.sum(do * u, 1) / n
         tau = tl.load(tau_ptr + h).to(tl.float32)
         delta -= tau * mean
@@ -90,7 +90,7 @@ def prepare_rows(
     u = y if u is None else unit_stride(u)
     do = dgate = dy
     if call.gate is not None:
-        do = launch.empty_rows(dy.shape[-1])
+        do = launch.empty_rows(dy.shape[-1], call.q.dtype)
         dgate = out["dgate"] = torch.empty_like(call.gate)
     batch, heads, sq = lse.shape
     buffers = torch.empty(2 if call.tau is None else 3, batch, heads, -(-sq // 16) * 16, dtype=torch.float32, device=lse.device)

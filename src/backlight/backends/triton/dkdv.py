@@ -90,7 +90,7 @@ def _dkdv_kernel(
                         seen = alone
                         if V.TAU:
                             share = load_vector(share_ptr + offset, i0, sq, 0.0, BM, MASK)[None, :]
-                            alone = visible_count(position, sk, geometry, V) == 1
+                            alone = visible_count(position, q_start, sq, sk, packing, geometry, V) == 1
                         if MASK:
                             seen = visible(position, keys, sk, geometry, V)
                         bias2 = 0.0
@@ -110,7 +110,7 @@ def _dkdv_kernel(
 def dkdv_of(launch: Launch, rows: RowState) -> tuple[Tensor, Tensor]:
     call = launch.call
     config = launch.config("dkdv")
-    dk, dv = torch.empty_like(call.k), torch.empty_like(call.v)
+    dk, dv = (torch.empty_like(x, dtype=call.output_dtype) for x in (call.k, call.v))
     grid = launch.key_grid(config.block_n)
     if grid[0] and grid[1]:
         tma, descriptors = launch.descriptors(config, config.block_m, launch.q, rows.do)

@@ -68,7 +68,7 @@ def _dq_kernel(
     if V.TAU:
         share = load_vector(share_ptr + offset, 0, n_rows, 0.0, BM, True)[:, None]
         threshold = tl.where(tl.load(tau_ptr + h).to(tl.float32) >= 0, float("-inf"), 0.0)
-        alone = visible_count(position, sk, geometry, V) == 1
+        alone = visible_count(position, q_start, sq, sk, packing, geometry, V) == 1
     BD: tl.constexpr = V.BD
     dq = tl.zeros([BM, BD], tl.float32)
     for PHASE in tl.static_range(PHASES):
@@ -99,7 +99,7 @@ def dq_of(launch: Launch, rows: RowState) -> Tensor:
     call = launch.call
     config = launch.config("dq")
     grid = launch.row_grid(config.block_m)
-    dq = torch.empty_like(call.q)
+    dq = torch.empty_like(call.q, dtype=call.output_dtype)
     if grid[0] and grid[1]:
         tma, descriptors = launch.descriptors(config, config.block_n, launch.k, launch.v)
         _dq_kernel[grid](

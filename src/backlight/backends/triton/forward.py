@@ -77,7 +77,7 @@ def _fwd_kernel(
     BDV: tl.constexpr = V.BDV
     o = tl.zeros([BM, BDV], tl.float32)
     for PHASE in tl.static_range(PHASES):
-        if (V.LEFT or PHASE != 0) and (V.BIAS or (PHASE != 2 and PHASE != 3)):
+        if not V.PART and (V.LEFT or PHASE != 0) and (V.BIAS or (PHASE != 2 and PHASE != 3)):
             start, stop = key_phase(PHASE, first_position, last_position, sk, geometry, V, BN)
             if start < stop:
                 for j0 in range(start, stop, BN):
@@ -107,14 +107,20 @@ def _fwd_kernel(
                         v = stream_tile(v_rows, v_desc, v_ptr, b, g, j0, sk, BN, V.DV, V.BDV, MASK, TMA)
                         o = tl.dot(p.to(v.dtype), v, o * rescale[:, None], input_precision=V.PRECISION)
     lse2 = row_max * unit + tl.log2(row_sum)
+    lse_ptr += tl.cast(b * geometry.heads + h, tl.int64) * rows_total + q_start + i0
+    if V.PART:
+        lse2 = tl.load(lse_ptr + tl.arange(0, BM), mask=tl.arange(0, BM) < n_rows, other=0.0) * LOG2E
     y_ptr = at(y_rows, b, h, q_start + i0)
     if V.TAU:
         tau = tl.load(tau_ptr + h).to(tl.float32)
-        n = visible_count(position, sk, geometry, V)
+        n = visible_count(position, q_start, sq, sk, packing, geometry, V)
         share = tau / tl.maximum(n, 1)
         threshold = tl.where(tau >= 0, float("-inf"), 0.0)
         # through the stored natural-log lse, so that forward and backward decide survivors alike
-        safe_lse2 = tl.where(lse2 == float("-inf"), 0.0, (lse2 * LN2) * LOG2E)[:, None]
+        stored_lse2 = lse2
+        if not V.PART:
+            stored_lse2 = (lse2 * LN2) * LOG2E
+        safe_lse2 = tl.where(lse2 == float("-inf"), 0.0, stored_lse2)[:, None]
         u = tl.zeros([BM, BDV], tl.float32)
         for PHASE in tl.static_range(PHASES):
             if (V.LEFT or PHASE != 0) and (V.BIAS or (PHASE != 2 and PHASE != 3)):
@@ -149,14 +155,17 @@ def _fwd_kernel(
         gate = load_tile(at(gate_rows, b, h, q_start + i0), gate_rows.row, 0, n_rows, BM, V.DV, V.BDV, True)
         o = o * tl.sigmoid(gate.to(tl.float32))
     store_tile(y_ptr, y_rows.row, n_rows, o, BM, V.DV, V.BDV)
-    lse_ptr += tl.cast(b * geometry.heads + h, tl.int64) * rows_total + q_start + i0
-    tl.store(lse_ptr + tl.arange(0, BM), lse2 * LN2, mask=tl.arange(0, BM) < n_rows)
+    if not V.PART:
+        tl.store(lse_ptr + tl.arange(0, BM), lse2 * LN2, mask=tl.arange(0, BM) < n_rows)
 
 
 def forward(call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     launch = Launch(call)
-    y = launch.empty_rows(call.v.shape[-1])
-    lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
+    y = launch.empty_rows(call.v.shape[-1], call.output_dtype)
+    if call.part is not None and call.part.lse is not None:
+        lse = call.part.lse.contiguous()
+    else:
+        lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
     u = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) if save_u and call.tau is not None else None
     config = launch.config("forward")
     grid = launch.row_grid(config.block_m)

@@ -40,6 +40,11 @@ class Launch:
         self.gate = self.q if call.gate is None else unit_stride(call.gate)
         self.sink, self.tau = (self.q if x is None else x.contiguous() for x in (call.sink, call.tau))
 
+    @property
+    def elastic_part(self) -> bool:
+        part = self.call.part
+        return part is not None and part.lse is not None
+
     @cached_property
     def table(self) -> Tensor:
         """The bias in base 2, zeros around it, so that a tile reads it without a mask: [Hq, n + 2 * TABLE_PAD]."""
@@ -83,6 +88,7 @@ class Launch:
             TAU=spec.tau,
             GATE=spec.gate,
             VARLEN=call.varlen,
+            PART=self.elastic_part,
             LINEAR=call.scale > 0 and spec.softcap is None and not spec.bias,
             FP32=call.q.dtype == torch.float32,
             NVIDIA=call.q.is_cuda and torch.version.hip is None,
@@ -117,14 +123,15 @@ class Launch:
     def shared(self, cu_seqlens: Tensor | None, block: int) -> tuple[Any, ...]:
         """packing by tiles of `block` along `cu_seqlens`, geometry, sq, sk, number of segments."""
         call = self.call
+        n = call.part.n if self.elastic_part else self.q
         lengths = (self.geometry, call.q.shape[2], call.k.shape[2])
         if cu_seqlens is None:
-            return (Packing(self.q, self.q, self.q), *lengths, 0)
+            return (Packing(self.q, self.q, self.q, n), *lengths, 0)
         tiles = (cu_seqlens.diff() + block - 1) // block
         cu_tiles = torch.nn.functional.pad(tiles.cumsum(0, dtype=torch.int32), (1, 0))
-        return (Packing(call.cu_seqlens_q, call.cu_seqlens_k, cu_tiles), *lengths, cu_seqlens.shape[0] - 1)
+        return (Packing(call.cu_seqlens_q, call.cu_seqlens_k, cu_tiles, n), *lengths, cu_seqlens.shape[0] - 1)
 
-    def empty_rows(self, width: int) -> Tensor:
+    def empty_rows(self, width: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised [B,Hq,Sq,width] in the dimension order of q's strides."""
         q = self.call.q
-        return torch.empty_like(q) if width == q.shape[-1] else q.new_empty(*q.shape[:3], width)
+        return torch.empty_like(q, dtype=dtype) if width == q.shape[-1] else q.new_empty(*q.shape[:3], width, dtype=dtype)

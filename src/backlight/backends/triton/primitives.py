@@ -41,11 +41,12 @@ class Geometry(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Packed sequences: borders of the segments, and the first tile of each."""
+    """Packed sequences: borders of the segments, and the first tile of each. n: visible keys per row, read by parts only."""
 
     cu_q: Any
     cu_k: Any
     cu_tiles: Any
+    n: Any
 
 
 class Variant(NamedTuple):
@@ -65,6 +66,8 @@ class Variant(NamedTuple):
     TAU: bool
     GATE: bool
     VARLEN: bool
+    # one part of an elastic row: lse and n of the whole row are given
+    PART: bool
     # a positive scale and no term after it: row maxima may be taken before scaling
     LINEAR: bool
     FP32: bool
@@ -153,8 +156,11 @@ def visible(position, key, sk, geometry, V: tl.constexpr):
 
 
 @triton.jit
-def visible_count(position, sk, geometry, V: tl.constexpr):
-    """n_i of eq. 3."""
+def visible_count(position, q_start, sq, sk, packing, geometry, V: tl.constexpr):
+    """n_i of eq. 3; a part of an elastic row is told (`Part.n`)."""
+    if V.PART:
+        row = position - (sk - sq)
+        return tl.load(packing.n + q_start + row, mask=(row >= 0) & (row < sq), other=0)
     first = position * 0
     last = first + (sk - 1)
     if V.LEFT:

@@ -1,0 +1,57 @@
+"""One spelling for the Gluon names that moved between Triton 3.6 and 3.9; kernels never look at the version.
+
+The names Triton keeps private and that are used here (`_aggregate`, `_convert_to_ir_values`, `memdesc_reinterpret`,
+`create_async_tma_reduce`) are watched by the compile tests in tests/hopper.
+"""
+
+from typing import Any
+
+from triton._C.libtriton import ir
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import _core
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language.core import _aggregate
+
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+if hasattr(tma, "async_atomic_add"):
+    tma_reduce_add = tma.async_atomic_add
+else:
+
+    @builtin
+    def tma_reduce_add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
+        """Shared-to-global TMA with fp32 add; the builder's operation has no Python name before 3.8."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+@builtin
+def smem_reinterpret(mem: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
+    """The same bytes of shared memory with another shape and layout."""
+    unwrap = _core._unwrap_if_constexpr
+    return _semantic.memdesc_reinterpret(mem, unwrap(dtype), [unwrap(size) for size in unwrap(shape)], unwrap(layout))
+
+
+def arguments(cls: type) -> Any:
+    """Class decorator: what partitions share, one field per annotation, built by position or by name inside a kernel."""
+    fields = dict(cls.__annotations__)
+
+    def __init__(self: Any, *values: Any, _semantic: Any = None, **named: Any) -> None:
+        given = dict(zip(fields, values, strict=False)) | named
+        if given.keys() != fields.keys():
+            raise TypeError(f"{cls.__name__} takes {sorted(fields)}, got {sorted(given)}")
+        for name, kind in fields.items():
+            value = given[name]
+            if kind is gl.constexpr:
+                value = gl.constexpr(_core._unwrap_if_constexpr(value))
+            elif kind is gl.tensor:
+                value = _semantic.to_tensor(value)
+            setattr(self, name, value)
+
+    __init__.__triton_builtin__ = True  # type: ignore[attr-defined]
+    cls.__init__ = __init__  # type: ignore[misc]
+    value = _aggregate(cls)
+    value.field_names = tuple(fields)
+    return value

@@ -1,0 +1,126 @@
+"""Tile sizes of the Hopper kernels: pure functions of the head dimensions and the mask, never of lengths.
+
+Widths are powers of two (TMA fills the columns beyond D with zeros). `docs/hopper.md` has the measurements behind the choices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backlight.call import Call
+from backlight.config import resolve
+
+SHARED_MEMORY = 227 * 1024
+BARRIERS = 1024
+TOGETHER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardConfig:
+    """`consumers` warpgroups of 64 rows, blocks of `block_n` keys.
+
+    pingpong:     warpgroups take turns with their matmuls.
+    persistent:   one CTA per multiprocessor draws tiles; otherwise one CTA per tile.
+    together:     heads whose row blocks interleave (0: by the mask).
+    early_p:      P is converted to 16 bits before O += P V of the block before is waited for; late_rescale: O is rescaled after
+                  the next S = Q K^T is issued. Both take work out of the gap between two matmuls and cost registers.
+    """
+
+    block_n: int
+    consumers: int
+    stages: int = 2
+    pingpong: bool = False
+    persistent: bool = True
+    together: int = 0
+    early_p: bool = False
+    late_rescale: bool = False
+
+    def __post_init__(self) -> None:
+        if 2 * self.stages + self.pingpong * self.consumers > 8:
+            raise ValueError(f"{self} needs more than the 8 named barriers that are free")
+
+    @property
+    def block_m(self) -> int:
+        return 64 * self.consumers
+
+
+def padded(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def forward_config(call: Call) -> ForwardConfig:
+    return resolve("hopper.forward", lambda: forward_heuristic(call))
+
+
+def forward_heuristic(call: Call) -> ForwardConfig:
+    width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
+    if width <= 64:
+        return ForwardConfig(128, 3)
+    return ForwardConfig(128 if width <= 128 else 64, 2)
+
+
+def share_q_and_o(config: ForwardConfig, bd: int, bdv: int) -> bool:
+    """Whether O has to leave through the shared memory of Q."""
+    slots = 4 if config.consumers == 3 else config.consumers
+    elements = slots * 64 * (bd + bdv) + config.stages * config.block_n * (bd + bdv)
+    return 2 * elements + BARRIERS > SHARED_MEMORY
+
+
+def heads_together(call: Call, config: ForwardConfig) -> int:
+    """Query heads whose row blocks interleave under a mask: a divisor of all heads.
+
+    Longest rows of several heads first: balanced to the end, and CTAs that run at one time read the same part of few K and V.
+    """
+    total = call.q.shape[0] * call.q.shape[1]
+    limit = config.together or (TOGETHER if call.spec.masked or call.varlen else 1)
+    return max(n for n in range(1, min(limit, total) + 1) if total % n == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardConfig:
+    """Tiles of `block_m` rows x `block_n` keys.
+
+    split:      dq comes from a kernel of its own.
+    wide:       heads wider than 128: two warpgroups share 64 keys and split columns.
+    early_wait: the wait for the dq buffer stands before that for dp, which keeps exp2 under the matmul.
+    reverse:    rows from the last block to the first, so that CTAs of a causal head read the same rows at one time.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int = 2
+    split: bool = False
+    wide: bool = False
+    early_wait: bool = False
+    reverse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DqConfig:
+    """Key blocks of the kernel that owns rows, 128 of them; K and V have rings of their own."""
+
+    block_n: int
+    stages: int = 2
+    v_stages: int = 2
+
+
+def backward_config(call: Call) -> BackwardConfig:
+    return resolve("hopper.backward", lambda: backward_heuristic(call))
+
+
+def backward_heuristic(call: Call) -> BackwardConfig:
+    width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
+    if width > 128:
+        return BackwardConfig(64, 64, split=True, wide=True)
+    if width > 64:
+        return BackwardConfig(64, 128, early_wait=call.spec.masked)
+    return BackwardConfig(128, 128)
+
+
+def dq_config(call: Call) -> DqConfig:
+    return resolve("hopper.dq", lambda: dq_heuristic(call))
+
+
+def dq_heuristic(call: Call) -> DqConfig:
+    width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
+    return DqConfig(128 if width <= 64 else 64, v_stages=2 if width <= 128 else 1)

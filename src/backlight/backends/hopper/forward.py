@@ -1,0 +1,547 @@
+"""Forward (eq. 31): one producer warp feeds NC consumer warpgroups of 64 rows each through ST-stage rings of K and V.
+
+Inside a warpgroup the next S = Q K^T is issued before O += P V of the previous block is waited on, so the softmax runs under a
+matmul; P goes from the accumulator's registers straight into the second matmul. Key blocks run from right to left, so that a
+causal mask touches the first one only. CTAs are persistent: the producer draws tiles (longest first under a mask) and publishes
+them with Q, so the next tile's loads and the last tile's store run under the softmax.
+
+Registers: S and O fp32, P 16 bit. Shared memory: Q and O [NC, 64, D], K and V [ST, BN, D]. Parity: tests/hopper.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from backlight.backends.hopper.compat import arguments, smem_reinterpret
+from backlight.backends.hopper.config import forward_config, heads_together, share_q_and_o
+from backlight.backends.hopper.launch import Launch, multiprocessors, start
+from backlight.backends.hopper.primitives import (
+    INF,
+    LN2,
+    WM,
+    bar_arrive,
+    bar_sync,
+    barriers,
+    before,
+    between,
+    clamp,
+    key_blocks,
+    key_limits,
+    load_tile,
+    locate,
+    mma_over_columns,
+    phase_of,
+    row_sum_layout,
+    softmax_step,
+    stage_of,
+    store_tile,
+)
+from backlight.call import Call
+from backlight.spec import LOG2E
+
+# the first named barrier: K_EMPTY + stage, then V_EMPTY + stage, then TURN + warpgroup (ping-pong)
+K_EMPTY = gl.constexpr(8)
+# a published tile: batch * heads + head (END when there is none left), packed sequence, row block; four slots, because a
+# consumer reads its tile once more at the end of it, when the producer may be two tiles ahead
+SLOT = gl.constexpr(4)
+END = gl.constexpr(-1)
+HEAD = gl.constexpr(0)
+SEGMENT = gl.constexpr(1)
+BLOCK = gl.constexpr(2)
+
+
+@arguments
+class Forward:
+    q_desc: tma.tensor_descriptor
+    k_desc: tma.tensor_descriptor
+    v_desc: tma.tensor_descriptor
+    o_desc: tma.tensor_descriptor
+    lse_ptr: gl.tensor
+    cu_q_ptr: gl.tensor
+    cu_k_ptr: gl.tensor
+    cu_tiles_ptr: gl.tensor
+    counter_ptr: gl.tensor
+    q_s: gl.shared_memory_descriptor
+    k_s: gl.shared_memory_descriptor
+    v_s: gl.shared_memory_descriptor
+    o_s: gl.shared_memory_descriptor
+    tile_s: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    dynamic: gl.tensor
+    n_segments: gl.tensor
+    n_tiles: gl.tensor
+    row_tiles: gl.tensor
+    together: gl.tensor
+    heads: gl.tensor
+    group: gl.tensor
+    sq: gl.tensor
+    sk: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    scale: gl.tensor
+    scale_log2: gl.tensor
+    D: gl.constexpr
+    BN: gl.constexpr
+    NC: gl.constexpr
+    ST: gl.constexpr
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    EVEN: gl.constexpr
+    EARLY_P: gl.constexpr
+    LATE_RESCALE: gl.constexpr
+    VARLEN: gl.constexpr
+    PINGPONG: gl.constexpr
+    SHARE_QO: gl.constexpr
+    V_EMPTY: gl.constexpr
+    TURN: gl.constexpr
+    EVERYBODY: gl.constexpr
+
+
+@gluon.jit
+def lengths(p, z):
+    """(first row, first key, rows, keys) of a packed sequence, or of the whole batch entry."""
+    q_start = p.sq * 0
+    k_start = q_start
+    sq = p.sq
+    sk = p.sk
+    if p.VARLEN:
+        q_start = gl.load(p.cu_q_ptr + z)
+        k_start = gl.load(p.cu_k_ptr + z)
+        sq = gl.load(p.cu_q_ptr + z + 1) - q_start
+        sk = gl.load(p.cu_k_ptr + z + 1) - k_start
+    return q_start, k_start, sq, sk
+
+
+@gluon.jit
+def tile_blocks(p, i0, rows, sq, sk):
+    """`key_blocks` of rows [i0, i0 + rows), at least one block."""
+    shift = sk - sq
+    first = i0 + shift
+    last = gl.minimum(i0 + rows, sq) - 1 + shift
+    begin, plain_begin, plain_end, end = key_blocks(first, last, sk, p.left, p.right, p.BN, p.HAS_LEFT, p.HAS_RIGHT)
+    return begin, plain_begin, plain_end, gl.maximum(end, begin + 1)
+
+
+@gluon.jit
+def publish(p, slot, head, z, block):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    p.tile_s.index(slot * SLOT + HEAD).store(gl.full([1], head, gl.int32, one))
+    p.tile_s.index(slot * SLOT + SEGMENT).store(gl.full([1], z, gl.int32, one))
+    p.tile_s.index(slot * SLOT + BLOCK).store(gl.full([1], block, gl.int32, one))
+
+
+@gluon.jit
+def published(p, slot, FIELD: gl.constexpr):
+    four: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(p.tile_s.index(slot * SLOT + FIELD).load(four), 0)
+
+
+@gluon.jit
+def producer(p):
+    BM: gl.constexpr = p.NC * WM
+    ST: gl.constexpr = p.ST
+    tile = gl.program_id(0)
+    count = tile * 0
+    turn = tile * 0
+    while tile < p.n_tiles:
+        next_tile = tile + gl.num_programs(0)
+        if p.dynamic != 0:
+            next_tile = gl.atomic_add(p.counter_ptr, 1) + gl.num_programs(0)
+        # `together` heads advance side by side, their row blocks from the last (longest under a causal mask) to the first
+        section = tile // (p.row_tiles * p.together)
+        rank = tile % (p.row_tiles * p.together)
+        head = section * p.together + rank % p.together
+        block = p.row_tiles - 1 - rank // p.together
+        z = tile * 0
+        exists = tile >= 0
+        if p.VARLEN:
+            z, first = locate(block, p.cu_tiles_ptr, p.n_segments)
+            block -= first
+            exists = z < p.n_segments
+        if exists:
+            b = head // p.heads
+            h = head % p.heads
+            q_start, k_start, sq, sk = lengths(p, z)
+            i0 = block * BM
+            begin, _, _, end = tile_blocks(p, i0, BM, sq, sk)
+            publish(p, turn & 3, head, z, block)
+            for w in gl.static_range(p.NC):
+                mbarrier.wait(p.q_empty.index(w), (turn & 1) ^ 1)
+                mbarrier.expect(p.q_full.index(w), p.q_desc.block_type.nbytes)
+                load_tile(p.q_desc, b, h, q_start, sq, i0 + w * WM, p.q_full.index(w), p.q_s.index(w), p.VARLEN)
+            for j in range(end - begin):
+                key = (end - 1 - j) * p.BN
+                stage = stage_of(count, ST)
+                if count >= ST:
+                    bar_sync(K_EMPTY + stage, p.EVERYBODY)
+                mbarrier.expect(p.k_full.index(stage), p.k_desc.block_type.nbytes)
+                load_tile(p.k_desc, b, h // p.group, k_start, sk, key, p.k_full.index(stage), p.k_s.index(stage), p.VARLEN)
+                if count >= ST:
+                    bar_sync(p.V_EMPTY + stage, p.EVERYBODY)
+                mbarrier.expect(p.v_full.index(stage), p.v_desc.block_type.nbytes)
+                load_tile(p.v_desc, b, h // p.group, k_start, sk, key, p.v_full.index(stage), p.v_s.index(stage), p.VARLEN)
+                count += 1
+            turn += 1
+        tile = next_tile
+    # every arrival of the consumers is met, those of the last round included
+    for i in gl.static_range(ST):
+        if count >= ST - i:
+            bar_sync(K_EMPTY + stage_of(count + i, ST), p.EVERYBODY)
+            bar_sync(p.V_EMPTY + stage_of(count + i, ST), p.EVERYBODY)
+    publish(p, turn & 3, END, 0, 0)
+    for w in gl.static_range(p.NC):
+        mbarrier.wait(p.q_empty.index(w), (turn & 1) ^ 1)
+        mbarrier.arrive(p.q_full.index(w), count=1)
+
+
+@gluon.jit
+def pass_by(p, n, count, W: gl.constexpr):
+    """Release n blocks that this warpgroup has no use for."""
+    for _ in range(n):
+        stage = stage_of(count, p.ST)
+        phase = phase_of(count, p.ST)
+        if p.PINGPONG:
+            bar_sync(p.TURN + W, 256)
+            bar_arrive(p.TURN + (W + 1) % p.NC, 256)
+        mbarrier.wait(p.k_full.index(stage), phase)
+        bar_arrive(K_EMPTY + stage, p.EVERYBODY)
+        mbarrier.wait(p.v_full.index(stage), phase)
+        bar_arrive(p.V_EMPTY + stage, p.EVERYBODY)
+        count += 1
+    return count
+
+
+@gluon.jit
+def hide(p, s, position, block, sk):
+    """Masked scores of one key block."""
+    columns = gl.arange(0, p.BN, gl.SliceLayout(0, s.type.layout))
+    first, end = key_limits(position, sk, p.left, p.right, p.HAS_LEFT, p.HAS_RIGHT)
+    if p.HAS_LEFT:
+        seen = between(first - block * p.BN, end - block * p.BN, columns)
+    else:
+        seen = before(end - block * p.BN, columns)
+    return gl.where(seen, s, -INF)
+
+
+@gluon.jit
+def as_weights(p32, o, dtype: gl.constexpr):
+    """P as the register operand of the second matmul."""
+    return gl.convert_layout(p32.to(dtype), gl.DotOperandLayout(0, o.type.layout, 2), assert_trivial=True)
+
+
+@gluon.jit
+def rescaled(o, factor):
+    return o * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout), assert_trivial=True), 1)
+
+
+@gluon.jit
+def consumer(p, W: gl.constexpr):
+    BN: gl.constexpr = p.BN
+    BDV: gl.constexpr = p.v_s.shape[2]
+    NC: gl.constexpr = p.NC
+    ST: gl.constexpr = p.ST
+    dtype: gl.constexpr = p.q_desc.dtype
+    MASKED: gl.constexpr = p.HAS_LEFT or p.HAS_RIGHT or not p.EVEN
+    s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    o_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BDV, 16])
+    row_l: gl.constexpr = gl.SliceLayout(1, s_l)
+
+    q = p.q_s.index(W)
+    if p.PINGPONG and W == NC - 1:
+        bar_arrive(p.TURN, 256)
+    mbarrier.wait(p.q_full.index(W), 0)
+    head = published(p, 0, HEAD)
+    count = head * 0
+    turn = head * 0
+    while head != END:
+        tile = published(p, turn & 3, BLOCK) * (NC * WM)
+        _, _, sq, sk = lengths(p, published(p, turn & 3, SEGMENT))
+        i0 = tile + W * WM
+        position = i0 + sk - sq + gl.arange(0, WM, row_l)
+        # blocks of the whole tile, and those of them that this warpgroup's rows see
+        tile_begin, _, _, tile_end = tile_blocks(p, tile, NC * WM, sq, sk)
+        begin, plain_begin, plain_end, end = tile_blocks(p, i0, WM, sq, sk)
+        begin = gl.minimum(begin, tile_end - 1)
+        end = clamp(end, begin + 1, tile_end)
+
+        o = gl.zeros([WM, BDV], gl.float32, o_l)
+        row_max = gl.full([WM], -INF, gl.float32, row_l)
+        row_sum = gl.zeros([WM, 8], gl.float32, row_sum_layout(BN))
+        if p.HAS_RIGHT:
+            count = pass_by(p, tile_end - end, count, W)
+        mbarrier.wait(p.k_full.index(stage_of(count, ST)), phase_of(count, ST))
+        s_token = mma_over_columns(q, p.k_s.index(stage_of(count, ST)), gl.zeros([WM, BN], gl.float32, s_l), p.D)
+        s = warpgroup_mma_wait(0, deps=[s_token])
+        bar_arrive(K_EMPTY + stage_of(count, ST), p.EVERYBODY)
+        if MASKED:
+            s = hide(p, s, position, end - 1, sk)
+        p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale_log2, MASKED)
+        weights = as_weights(p32, o, dtype)
+        count += 1
+        mbarrier.wait(p.k_full.index(stage_of(count, ST)), phase_of(count, ST), pred=end - begin > 1)
+        # S of this block, O += P V of the one before it, then the softmax of this block under that matmul. One loop for plain
+        # and masked blocks: the 16-bit P would be taken apart and packed again wherever two loops meet
+        for j in range(end - 1 - begin):
+            block = end - 2 - j
+            stage = stage_of(count, ST)
+            previous = stage_of(count - 1, ST)
+            if p.PINGPONG:
+                bar_sync(p.TURN + W, 256)
+            s_token = mma_over_columns(q, p.k_s.index(stage), gl.zeros([WM, BN], gl.float32, s_l), p.D)
+            if p.LATE_RESCALE:
+                o = rescaled(o, rescale)
+            mbarrier.wait(p.v_full.index(previous), phase_of(count - 1, ST))
+            o_token = warpgroup_mma(weights, p.v_s.index(previous), o, is_async=True)
+            if p.PINGPONG:
+                bar_arrive(p.TURN + (W + 1) % p.NC, 256)
+            s = warpgroup_mma_wait(1, deps=[s_token])
+            bar_arrive(K_EMPTY + stage, p.EVERYBODY)
+            if p.HAS_LEFT or p.HAS_RIGHT:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
+                if (block >= plain_end) | (block < plain_begin):
+                    s = hide(p, s, position, block, sk)
+            p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale_log2, MASKED)
+            if p.EARLY_P:
+                new_weights = as_weights(p32, o, dtype)
+            # the wait for the next K tile ends the basic block: without it ptxas hoists the wgmma wait above the softmax
+            mbarrier.wait(p.k_full.index(stage_of(count + 1, ST)), phase_of(count + 1, ST), pred=block > begin)
+            if p.EARLY_P:
+                o, weights = warpgroup_mma_wait(0, deps=[o_token, new_weights])
+            else:
+                o, p32 = warpgroup_mma_wait(0, deps=[o_token, p32])
+                weights = as_weights(p32, o, dtype)
+            bar_arrive(p.V_EMPTY + previous, p.EVERYBODY)
+            if not p.LATE_RESCALE:
+                o = rescaled(o, rescale)
+            count += 1
+        if p.LATE_RESCALE:
+            o = rescaled(o, rescale)
+
+        if not p.SHARE_QO:
+            mbarrier.arrive(p.q_empty.index(W), count=1)
+        last = stage_of(count - 1, ST)
+        mbarrier.wait(p.v_full.index(last), phase_of(count - 1, ST))
+        o_token = warpgroup_mma(weights, p.v_s.index(last), o, is_async=True)
+        total = gl.convert_layout(gl.sum(row_sum, 1), row_l, assert_trivial=True)
+        # not through row_max * scale_log2 * ln 2: two rounded constants would show in the last bits
+        lse = row_max * p.scale + gl.log2(total) * LN2
+        # read again: registers are short in the loops
+        head = published(p, turn & 3, HEAD)
+        i0 = published(p, turn & 3, BLOCK) * (NC * WM) + W * WM
+        q_start, _, sq, _ = lengths(p, published(p, turn & 3, SEGMENT))
+        b = head // p.heads
+        h = head % p.heads
+        rows = i0 + gl.arange(0, WM, row_l)
+        lse_row = head.to(gl.int64) * p.sq + q_start
+        gl.store(p.lse_ptr + lse_row + rows, gl.where(total == 0.0, -INF, lse), mask=rows < sq)
+        inverse = gl.expand_dims(gl.convert_layout(1.0 / total, gl.SliceLayout(1, o_l), assert_trivial=True), 1)
+        # the store of the tile before has left the buffer
+        tma.store_wait(0)
+        o = warpgroup_mma_wait(0, deps=[o_token])
+        bar_arrive(p.V_EMPTY + last, p.EVERYBODY)
+        o = o * inverse
+        if MASKED:
+            # rows without a visible key: total is 0, and o may be 0 * inf
+            o = gl.where(inverse == INF, 0.0, o)
+        o_s = p.o_s.index(W)
+        o_s.store(o.to(dtype))
+        fence_async_shared()
+        store_tile(p.o_desc, b, h, q_start, sq, i0, o_s, p.VARLEN)
+        if p.SHARE_QO:
+            tma.store_wait(0)
+            mbarrier.arrive(p.q_empty.index(W), count=1)
+        if p.HAS_LEFT:
+            count = pass_by(p, begin - tile_begin, count, W)
+        turn += 1
+        mbarrier.wait(p.q_full.index(W), turn & 1)
+        head = published(p, turn & 3, HEAD)
+    tma.store_wait(0)
+    if p.PINGPONG and W == 0:
+        bar_sync(p.TURN, 256)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "dynamic",
+        "n_segments",
+        "n_tiles",
+        "row_tiles",
+        "together",
+        "heads",
+        "group",
+        "sq",
+        "sk",
+        "left",
+        "right",
+    ]
+)
+def _fwd_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    lse_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    cu_tiles_ptr,
+    counter_ptr,
+    dynamic,
+    n_segments,
+    n_tiles,
+    row_tiles,
+    together,
+    heads,
+    group,
+    sq,
+    sk,
+    left,
+    right,
+    scale,
+    scale_log2,
+    D: gl.constexpr,
+    BD: gl.constexpr,
+    BDV: gl.constexpr,
+    BN: gl.constexpr,
+    NC: gl.constexpr,
+    ST: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+    EVEN: gl.constexpr,
+    EARLY_P: gl.constexpr,
+    LATE_RESCALE: gl.constexpr,
+    VARLEN: gl.constexpr,
+    PINGPONG: gl.constexpr,
+    SHARE_QO: gl.constexpr,
+):
+    dtype: gl.constexpr = q_desc.dtype
+    SLOTS: gl.constexpr = 4 if NC == 3 else NC
+    q_s = gl.allocate_shared_memory(dtype, [SLOTS, WM, BD], gl.NVMMASharedLayout.get_default_for([WM, BD], dtype))
+    k_s = gl.allocate_shared_memory(dtype, [ST, BN, BD], gl.NVMMASharedLayout.get_default_for([BN, BD], dtype))
+    v_s = gl.allocate_shared_memory(dtype, [ST, BN, BDV], gl.NVMMASharedLayout.get_default_for([BN, BDV], dtype))
+    o_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WM, BDV], dtype)
+    if SHARE_QO:
+        o_s = smem_reinterpret(q_s, dtype, [SLOTS, WM, BDV], o_layout)
+    else:
+        o_s = gl.allocate_shared_memory(dtype, [SLOTS, WM, BDV], o_layout)
+    tile_s = gl.allocate_shared_memory(gl.int32, [4 * SLOT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    args = Forward(
+        q_desc=q_desc,
+        k_desc=k_desc,
+        v_desc=v_desc,
+        o_desc=o_desc,
+        lse_ptr=lse_ptr,
+        cu_q_ptr=cu_q_ptr,
+        cu_k_ptr=cu_k_ptr,
+        cu_tiles_ptr=cu_tiles_ptr,
+        counter_ptr=counter_ptr,
+        q_s=q_s,
+        k_s=k_s,
+        v_s=v_s,
+        o_s=o_s,
+        tile_s=tile_s,
+        q_full=barriers(NC, 1),
+        q_empty=barriers(NC, 1),
+        k_full=barriers(ST, 1),
+        v_full=barriers(ST, 1),
+        dynamic=dynamic,
+        n_segments=n_segments,
+        n_tiles=n_tiles,
+        row_tiles=row_tiles,
+        together=together,
+        heads=heads,
+        group=group,
+        sq=sq,
+        sk=sk,
+        left=left,
+        right=right,
+        scale=scale,
+        scale_log2=scale_log2,
+        D=D,
+        BN=BN,
+        NC=NC,
+        ST=ST,
+        HAS_LEFT=HAS_LEFT,
+        HAS_RIGHT=HAS_RIGHT,
+        EVEN=EVEN,
+        EARLY_P=EARLY_P,
+        LATE_RESCALE=LATE_RESCALE,
+        VARLEN=VARLEN,
+        PINGPONG=PINGPONG,
+        SHARE_QO=SHARE_QO,
+        V_EMPTY=K_EMPTY + ST,
+        TURN=K_EMPTY + 2 * ST,
+        EVERYBODY=NC * 128 + 32,
+    )
+    fence_async_shared()
+    if NC == 2:
+        gl.warp_specialize([(consumer, (args, 0)), (consumer, (args, 1)), (producer, (args,))], [4, 1], [240, 24])
+    else:
+        gl.warp_specialize(
+            [(consumer, (args, 0)), (consumer, (args, 1)), (consumer, (args, 2)), (producer, (args,))],
+            [4, 4, 1],
+            [160, 160, 24],
+        )
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """(y, lse) of a call that `why_not` accepts."""
+    launch = Launch(call)
+    y = torch.empty_like(call.q) if launch.dv == launch.d else call.q.new_empty(*call.q.shape[:3], launch.dv)
+    lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
+    if y.numel() == 0 or launch.sk == 0:
+        return y.zero_(), lse.fill_(-torch.inf)
+    config = forward_config(call)
+    row_tiles = launch.row_tiles(config.block_m)
+    n_tiles = row_tiles * launch.batch * launch.heads
+    programs = min(n_tiles, multiprocessors(call.q.device)) if config.persistent else n_tiles
+    uneven = call.spec.masked or call.varlen
+    dynamic = uneven and programs < n_tiles
+    counter = torch.zeros(int(dynamic), dtype=torch.int32, device=call.q.device)
+    start(
+        _fwd_kernel,
+        (programs,),
+        [
+            launch.rows(call.q, 64, launch.bd),
+            launch.rows(call.k, config.block_n, launch.bd),
+            launch.rows(call.v, config.block_n, launch.bdv),
+            launch.rows(y, 64, launch.bdv),
+            lse,
+            *launch.packing(call.cu_seqlens_q, config.block_m)[:3],
+            counter,
+            int(dynamic),
+            0 if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1,
+            n_tiles,
+            row_tiles,
+            heads_together(call, config),
+            *launch.geometry,
+            call.scale,
+            call.scale * LOG2E,
+        ],
+        {
+            "D": launch.d,
+            "BD": launch.bd,
+            "BDV": launch.bdv,
+            "BN": config.block_n,
+            "NC": config.consumers,
+            "ST": config.stages,
+            "EVEN": not uneven and launch.sk % config.block_n == 0,
+            "EARLY_P": config.early_p,
+            "LATE_RESCALE": config.late_rescale,
+            "PINGPONG": config.pingpong,
+            "SHARE_QO": share_q_and_o(config, launch.bd, launch.bdv),
+            **launch.flags,
+        },
+        num_warps=4,
+        maxnreg=168 if config.consumers == 2 else 128,
+    )
+    return y, lse

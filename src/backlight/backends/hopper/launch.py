@@ -1,0 +1,197 @@
+"""Host side that all kernels of a call share: TMA descriptors, packing of sequences, geometry, grids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from backlight.backends.hopper.config import padded
+from backlight.call import Call
+
+GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+# extents of the two leading dimensions of a ragged descriptor, and of its rows
+MANY = 0x7FFF0000
+RAGGED_END = 1 << 30
+WRAP = 1 << 34
+
+
+@lru_cache(maxsize=1024)
+def usable_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Strides for a descriptor of a 16-bit tensor, or None when TMA cannot read it in place.
+
+    Strides of dimensions of size 1 are never used and may be anything; elsewhere they are positive multiples of 16 bytes.
+    """
+    if stride[-1] != 1 and shape[-1] > 1:
+        return None
+    strides = [8 if size == 1 else step for size, step in zip(shape[:-1], stride[:-1], strict=True)]
+    if any(step % 8 or step <= 0 for step in strides):
+        return None
+    return (*strides, 1)
+
+
+def tma_reads(tensor: Tensor) -> bool:
+    """Whether TMA can read a 16-bit tensor [B,H,S,D] in place."""
+    return tensor.data_ptr() % 16 == 0 and usable_strides(tensor.shape, tensor.stride()) is not None
+
+
+@cache
+def swizzled(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_DTYPES[dtype])
+
+
+@cache
+def linear(rank: int) -> Any:
+    """fp32 tiles in the order of the register fragments that wrote them."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
+
+
+def tile_descriptor(tensor: Tensor, rows: int, width: int, ragged: bool) -> TensorDescriptor:
+    """Tiles [rows, width] of a tensor [B,H,S,D]; beyond its own rows and columns a tile reads zeros and writes nothing."""
+    assert tensor.data_ptr() % 16 == 0
+    return descriptor(tensor, tile_fields(tensor.shape, tensor.stride(), tensor.dtype, rows, width, ragged))
+
+
+@lru_cache(maxsize=4096)
+def tile_fields(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, rows: int, width: int, ragged: bool
+) -> dict[str, Any]:
+    """What a descriptor says about a tensor besides its address.
+
+    Ragged (packed sequences, B = 1): the row bound moves with the coordinates. Address = 2^30 (2^34 - r) + (start + n) r +
+    (2^30 - n + row) r, r the row stride: the first product is -2^30 r in 64 bits, so the row start + row remains, while the
+    bound on the last coordinate cuts at row = n. The same trick as in `triton.tools.ragged_tma`.
+    """
+    strides = usable_strides(shape, stride)
+    assert strides is not None
+    block: tuple[int, ...] = (1, 1, rows, width)
+    if ragged:
+        _, heads, _, columns = shape
+        _, head_stride, row_stride, _ = strides
+        block = (1, *block)
+        shape = (MANY, MANY, heads, RAGGED_END, columns)
+        strides = (WRAP - row_stride, row_stride, head_stride, row_stride, 1)
+    return fields(shape, strides, block, swizzled(block, dtype))
+
+
+def fields(shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], layout: Any) -> dict[str, Any]:
+    """The fields of a valid descriptor: built once by Triton, which checks them, and kept without the tensor."""
+    made = TensorDescriptor(_Anything(layout.element_bitwidth), list(shape), list(strides), list(block), layout)
+    return {name: value for name, value in vars(made).items() if name != "base"}
+
+
+class _Anything:
+    """Stands for a tensor while a descriptor's fields are checked."""
+
+    def __init__(self, bits: int):
+        self.dtype = torch.float32 if bits == 32 else torch.float16
+
+    def data_ptr(self) -> int:
+        return 0
+
+
+def descriptor(tensor: Tensor, known: dict[str, Any]) -> TensorDescriptor:
+    """A descriptor without the checks, which cost more than a launch."""
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(known, base=tensor)
+    return made
+
+
+@lru_cache(maxsize=1024)
+def vector_fields(length: int, block: int) -> dict[str, Any]:
+    return fields((length,), (1,), (block,), linear(1))
+
+
+@lru_cache(maxsize=1024)
+def matrix_fields(rows: int, width: int, block: int) -> dict[str, Any]:
+    return fields((rows, width), (width, 1), (block, width), linear(2))
+
+
+@lru_cache(maxsize=16)
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+class Launch:
+    """A call with what its kernels need to know."""
+
+    def __init__(self, call: Call):
+        self.call = call
+        if call.varlen and not (call.q.is_cuda and torch.cuda.is_current_stream_capturing()):
+            # wrong cu_seqlens would send kernels out of bounds; a graph under capture was checked when it was warmed up
+            call.segments()
+        self.batch, self.heads, self.sq, self.d = call.q.shape
+        self.kv_heads, self.sk, self.dv = call.k.shape[1], call.k.shape[2], call.v.shape[3]
+        self.bd, self.bdv = padded(self.d), padded(self.dv)
+
+    def rows(self, tensor: Tensor, block: int, width: int) -> TensorDescriptor:
+        return tile_descriptor(tensor, block, width, self.call.varlen)
+
+    @property
+    def geometry(self) -> tuple[int, int, int, int, int, int]:
+        """heads, group, sq, sk, left, right."""
+        spec = self.call.spec
+        return self.heads, self.call.group, self.sq, self.sk, spec.left or 0, spec.right or 0
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        spec = self.call.spec
+        return {"HAS_LEFT": spec.left is not None, "HAS_RIGHT": spec.right is not None, "VARLEN": self.call.varlen}
+
+    def tiles(self, length: int, cu_seqlens: Tensor | None, block: int) -> int:
+        """Tiles of one head; for packed sequences an upper bound that needs no value of cu_seqlens."""
+        return -(-length // block) if cu_seqlens is None else length // block + cu_seqlens.shape[0] - 1
+
+    def row_tiles(self, block: int) -> int:
+        return self.tiles(self.sq, self.call.cu_seqlens_q, block)
+
+    def key_tiles(self, block: int) -> int:
+        return self.tiles(self.sk, self.call.cu_seqlens_k, block)
+
+    def packing(self, cu_seqlens: Tensor | None, block: int) -> tuple[Any, ...]:
+        """cu_seqlens_q, cu_seqlens_k, first tile of each sequence, number of sequences."""
+        if cu_seqlens is None:
+            return self.call.q, self.call.q, self.call.q, 0
+        return self.call.cu_seqlens_q, self.call.cu_seqlens_k, first_tiles(cu_seqlens, block), cu_seqlens.shape[0] - 1
+
+
+def first_tiles(cu_seqlens: Tensor, block: int) -> Tensor:
+    tiles = (cu_seqlens.diff() + block - 1) // block
+    return torch.nn.functional.pad(tiles.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+# --- launching ---------------------------------------------------------------------------------------------------------------
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def start(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: dict[str, Any], **options: Any) -> None:
+    """`kernel[grid](*args, **constants, **options)`, without Triton's search for the compiled kernel from the second time on.
+
+    Constants are the last parameters of the kernel. What else can make Triton compile again is in the key: device, dtypes,
+    alignment of pointers, integers that need 64 bits. The kernels specialise on no other value.
+    """
+    first = args[0].base if isinstance(args[0], TensorDescriptor) else args[0]
+    key = (kernel, first.device, *map(_kind, args), *constants.values())
+    known = _compiled.get(key)
+    if known is None:
+        made = kernel[grid](*args, **constants, **options)
+        # a stand-in of the tests makes nothing
+        if made is not None:
+            _compiled[key] = made, kernel.arg_names[len(args) :]
+    else:
+        made, names = known
+        made[(*grid, 1, 1)[:3]](*args, *(constants[name] for name in names))
+
+
+def _kind(arg: Any) -> Any:
+    if type(arg) is int:
+        return arg >> 31
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.data_ptr() & 15
+    return arg.base.dtype if isinstance(arg, TensorDescriptor) else None

@@ -1,0 +1,275 @@
+"""Device code that every Hopper kernel shares: geometry, mask, softmax step, tile copies, barriers, fragment layouts.
+
+Written once, used by both directions. Positions are i' of eq. 1. Logits are in base 2.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+
+from backlight.backends.hopper.compat import smem_reinterpret, tma_load, tma_store
+
+LN2 = gl.constexpr(0.6931471805599453)
+INF = gl.constexpr(float("inf"))
+# the first row that sees a key which does not exist
+NOWHERE = gl.constexpr(1 << 30)
+# rows of one warpgroup's matmul
+WM = gl.constexpr(64)
+# packed sequences: row coordinate of the end of every sequence in a ragged descriptor (launch.ragged)
+RAGGED_END = gl.constexpr(1 << 30)
+
+
+# --- geometry ----------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def clamp(x, low, high):
+    return gl.minimum(gl.maximum(x, low), high)
+
+
+@gluon.jit
+def blocks(lo, hi, full_lo, full_hi, B: gl.constexpr):
+    """(begin, plain_begin, plain_end, end) in blocks of B, from needed [lo, hi) and mask-free [full_lo, full_hi)."""
+    begin = lo // B
+    end = gl.maximum(gl.cdiv(hi, B), begin)
+    plain_end = clamp(gl.maximum(full_hi, 0) // B, begin, end)
+    plain_begin = clamp(gl.cdiv(gl.maximum(full_lo, 0), B), begin, plain_end)
+    return begin, plain_begin, plain_end, end
+
+
+@gluon.jit
+def key_blocks(first, last, sk, left, right, BN: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
+    """Key blocks of rows at positions first .. last (eq. 30): `blocks`."""
+    lo = sk * 0
+    hi = sk
+    full_lo = lo
+    full_hi = sk
+    if HAS_LEFT:
+        lo = clamp(first - left, 0, sk)
+        full_lo = last - left
+    if HAS_RIGHT:
+        hi = gl.maximum(gl.minimum(sk, last + right + 1), 0)
+        full_hi = gl.minimum(sk, first + right + 1)
+    return blocks(lo, hi, full_lo, full_hi, BN)
+
+
+@gluon.jit
+def row_blocks(first, last, sq, sk, left, right, BM: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
+    """Row blocks that see keys first .. last: `key_blocks` the other way round. Rows beyond sq need no mask: their p is 0."""
+    shift = sk - sq
+    lo = sq * 0
+    hi = sq
+    full_lo = lo
+    full_hi = gl.cdiv(sq, BM) * BM
+    if HAS_RIGHT:
+        lo = clamp(first - right - shift, 0, sq)
+        full_lo = last - right - shift
+    if HAS_LEFT:
+        hi = gl.maximum(gl.minimum(sq, last + left - shift + 1), 0)
+        full_hi = gl.minimum(full_hi, first + left - shift + 1)
+    return blocks(lo, hi, full_lo, full_hi, BM)
+
+
+@gluon.jit
+def key_limits(position, sk, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
+    """Eq. 2: the keys [first, end) that rows at `position` see."""
+    first = position * 0
+    end = first + sk
+    if HAS_LEFT:
+        first = position - left
+    if HAS_RIGHT:
+        end = gl.minimum(position + right + 1, end)
+    return first, end
+
+
+@gluon.jit
+def row_limits(key, sq, sk, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
+    """Eq. 2 the other way round: the rows [first, end) that see `key`; none when the key does not exist."""
+    first = key * 0
+    end = first + sq
+    if HAS_RIGHT:
+        first = key - right - (sk - sq)
+    if HAS_LEFT:
+        end = key + left - (sk - sq) + 1
+    return gl.where(key < sk, first, NOWHERE), end
+
+
+@gluon.jit
+def between(first, end, columns):
+    """first <= column < end as a tile [rows, columns].
+
+    A wgmma fragment holds columns 8 c + (what depends on the thread): the sum is split so that c stays an immediate operand and
+    no register is spent on it.
+    """
+    thread = gl.expand_dims(columns % 8, 0)
+    fixed = gl.expand_dims(columns // 8 * 8, 0)
+    return (fixed >= gl.expand_dims(first, 1) - thread) & (fixed < gl.expand_dims(end, 1) - thread)
+
+
+@gluon.jit
+def before(end, columns):
+    """`between` without a first column."""
+    return gl.expand_dims(columns // 8 * 8, 0) < gl.expand_dims(end, 1) - gl.expand_dims(columns % 8, 0)
+
+
+@gluon.jit
+def from_on(first, columns):
+    """`between` without an end."""
+    return gl.expand_dims(columns // 8 * 8, 0) >= gl.expand_dims(first, 1) - gl.expand_dims(columns % 8, 0)
+
+
+@gluon.jit
+def locate(tile, cu_tiles_ptr, n_segments):
+    """Packed sequences: the segment a tile belongs to (n_segments when there is none) and the segment's first tile."""
+    low = n_segments * 0
+    high = n_segments
+    while low < high:
+        middle = (low + high) // 2
+        if gl.load(cu_tiles_ptr + middle + 1) <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low, gl.load(cu_tiles_ptr + low)
+
+
+# --- softmax -----------------------------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def row_sum_layout(BN):
+    """[64, 8] per-thread partial row sums of a wgmma accumulator [64, BN]: lanes are added up once, at the end of the row."""
+    registers = [[0, 0, 1], [8, 0, 0]]
+    column = 1
+    while column < BN // 8:
+        registers.append([0, column, 0])
+        column *= 2
+    lanes = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    warps = [[16, 0, 0], [32, 0, 0]]
+    return gl.SliceLayout(1, gl.DistributedLinearLayout(registers, lanes, warps, [], [64, BN // 8, 8]))
+
+
+@gluon.jit
+def softmax_step(s, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
+    """Online softmax over one block (eq. 31): p, the new row maximum and partial sums, and the factor for what came before."""
+    new_max = gl.maximum(row_max, gl.max(s, 1))
+    top = new_max * scale_log2
+    if MASKED:
+        # a row that has not met a visible key yet
+        top = gl.where(new_max == -INF, 0.0, top)
+    rescale = gl.exp2(row_max * scale_log2 - top)
+    p = gl.exp2(s * scale_log2 - gl.expand_dims(top, 1))
+    sums = gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 8]), 1)
+    factor = gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout), assert_trivial=True)
+    row_sum = row_sum * gl.expand_dims(factor, 1) + gl.convert_layout(sums, row_sum.type.layout, assert_trivial=True)
+    return p, new_max, row_sum, rescale
+
+
+# --- copies and matmuls ------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def load_tile(desc, b, h, start, length, row, bar, dst, VARLEN: gl.constexpr):
+    """TMA rows [row, row + R) of head h into dst [R, D]; zeros beyond the last row of the batch entry or of the sequence."""
+    view = smem_reinterpret(dst, desc.dtype, desc.block_type.shape, desc.layout)
+    if VARLEN:
+        tma_load(desc, [RAGGED_END, start + length, h, RAGGED_END - length + row, 0], bar, view)
+    else:
+        tma_load(desc, [b, h, row, 0], bar, view)
+
+
+@gluon.jit
+def store_tile(desc, b, h, start, length, row, src, VARLEN: gl.constexpr):
+    """The way back: rows that do not exist are not written."""
+    view = smem_reinterpret(src, desc.dtype, desc.block_type.shape, desc.layout)
+    if VARLEN:
+        tma_store(desc, [RAGGED_END, start + length, h, RAGGED_END - length + row, 0], view)
+    else:
+        tma_store(desc, [b, h, row, 0], view)
+
+
+@gluon.constexpr_function
+def pieces(D, BD):
+    """(start, width) of the columns a product over D <= BD has to read: powers of two, cut where shared memory can be cut."""
+    width = max(16, 1 << (D - 1).bit_length())
+    whole = width // 2
+    rest = max(16, 1 << max(0, D - whole - 1).bit_length())
+    if whole < 64 or whole + rest >= BD:
+        return ((0, BD),)
+    return ((0, whole), (whole, rest))
+
+
+@gluon.jit
+def mma_over_columns(a, b, zero, D: gl.constexpr):
+    """a [R, BD] times b [C, BD] transposed, both in shared memory, columns beyond D (zeros) left out."""
+    BD: gl.constexpr = a.shape[1]
+    PIECES: gl.constexpr = pieces(D, BD)
+    acc = zero
+    for i in gl.static_range(len(PIECES)):
+        left = a.slice(PIECES[i][0], PIECES[i][1], 1)
+        right = b.slice(PIECES[i][0], PIECES[i][1], 1)
+        acc = warpgroup_mma(left, right.permute((1, 0)), acc, use_acc=i > 0, is_async=True)
+    return acc
+
+
+# --- barriers ----------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def barriers(N: gl.constexpr, COUNT: gl.constexpr):
+    """N mbarriers that complete after COUNT arrivals."""
+    SIZE: gl.constexpr = 4 if N == 3 else N
+    bars = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(bars.index(i), count=COUNT)
+    return bars
+
+
+@gluon.constexpr_function
+def log2_of(ST):
+    return ST.bit_length() - 1
+
+
+@gluon.jit
+def stage_of(count, ST: gl.constexpr):
+    """Where use number `count` of a ring with ST stages (a power of two, or 3) takes place."""
+    if ST == 3:
+        return count % 3
+    return count & (ST - 1)
+
+
+@gluon.jit
+def phase_of(count, ST: gl.constexpr):
+    """Parity of the round that use number `count` belongs to."""
+    if ST == 3:
+        return (count // 3) & 1
+    return (count >> log2_of(ST)) & 1
+
+
+@gluon.jit
+def bar_sync(number, THREADS: gl.constexpr):
+    """Named hardware barrier: wait until THREADS threads have come, these included.
+
+    Unlike an mbarrier's arrive, `bar_arrive` needs no barrier of the whole partition in front of it: each warp comes by itself.
+    Triton uses numbers 0, 1 and 2 + partition, so 8 to 15 are free.
+    """
+    gl.inline_asm_elementwise(
+        f"bar.sync $1, {THREADS}; mov.b32 $0, $1;",
+        "=r,r,~{memory}",
+        [gl.to_tensor(number)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def bar_arrive(number, THREADS: gl.constexpr):
+    """Come to a named barrier without waiting."""
+    gl.inline_asm_elementwise(
+        f"bar.arrive $1, {THREADS}; mov.b32 $0, $1;",
+        "=r,r,~{memory}",
+        [gl.to_tensor(number)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )

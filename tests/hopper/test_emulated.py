@@ -1,0 +1,266 @@
+"""The Hopper kernels' own source in the emulator, judged by the oracle: numerics and synchronisation, both orders."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import emulator
+
+from backlight.backends.hopper import BACKEND, backward, dq, forward, prepass
+from backlight.backends.hopper.config import BackwardConfig, DqConfig, ForwardConfig
+from backlight.config import override
+from cases import CASES, FP16, Case, Problem, case_id
+from gate import judge
+
+LATE, EARLY = pytest.param(True, id="late"), pytest.param(False, id="early", marks=pytest.mark.slow)
+# late finds waits that are missing; early, buffers that are overwritten too soon
+ORDERS = pytest.mark.parametrize("late", [LATE, EARLY])
+ELSEWHERE = "tensors are on cpu, not on a GPU"
+
+# the cases of the one list that the backend takes, and some that cross several tiles of every kernel
+PLAIN = [case for case in CASES if not (case.bias or case.sink or case.tau or case.gate or case.softcap)]
+SUPPORTED = [case for case in PLAIN if BACKEND.why_not(case.make(FP16).call) == (ELSEWHERE,)]
+TILES = (
+    Case("full,300x500", b=1, sq=300, sk=500, d=64),
+    Case("full,even", b=1, sq=256, sk=256, d=64, hq=4, hkv=1),
+    Case("causal,400", b=1, sq=400, sk=400, d=64, dlse=True),
+    Case("causal,sq=150,sk=420", b=1, sq=150, sk=420, d=64, causal=True),
+    Case("causal,sq=420,sk=150", b=1, sq=420, sk=150, d=64, causal=True),
+    Case("window,500", b=1, sq=500, sk=500, d=64, window=(140, 70)),
+    Case("window,far from the diagonal", b=1, hq=1, hkv=1, sq=420, sk=420, d=64, window=(10, 0)),
+    Case("packed,causal", hq=2, hkv=1, lengths_q=(300, 1, 0, 140), d=64, causal=True),
+    Case("packed,window", hq=1, hkv=1, lengths_q=(300, 5, 140), lengths_k=(200, 60, 140), d=64, window=(90, 20), dlse=True),
+    Case("d=96", b=1, hq=2, hkv=1, sq=200, sk=200, d=96, causal=True),
+    Case("d=128", b=1, hq=2, hkv=1, sq=260, sk=260, d=128, causal=True),
+    Case("d=192,dv=128", b=1, hq=2, hkv=1, sq=150, sk=200, d=192, dv=128, causal=True),
+    Case("d=256", b=1, hq=2, hkv=1, sq=200, sk=200, d=256, window=(60, 10)),
+    Case("d=64,dv=128", b=1, sq=150, sk=140, d=64, dv=128),
+)
+
+
+def examine(problem: Problem, late: bool, deterministic: bool = False) -> None:
+    call = replace(problem.call, deterministic=deterministic, _segments=None)
+    with emulator.emulated(forward, backward, dq, prepass, late=late):
+        y, lse = forward.forward(call)
+        gradients = backward.backward(call, y, lse, problem.dy, problem.dlse, frozenset(("dq", "dk", "dv")))
+    verdict = judge(call, problem.dy, problem.dlse, {"y": y, "lse": lse} | gradients)
+    assert verdict.ok, f"{problem.case.name}\n{verdict}"
+
+
+def test_supported_cases_are_many() -> None:
+    assert len(SUPPORTED) > 50
+
+
+@ORDERS
+@pytest.mark.parametrize("case", SUPPORTED, ids=case_id)
+def test_case(case: Case, late: bool) -> None:
+    examine(case.make(FP16), late)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("case", TILES, ids=case_id)
+def test_tiles(case: Case, late: bool) -> None:
+    examine(case.make(FP16), late)
+
+
+@ORDERS
+@pytest.mark.parametrize("case", TILES, ids=case_id)
+def test_deterministic_tiles(case: Case, late: bool) -> None:
+    examine(case.make(FP16), late, deterministic=True)
+
+
+@ORDERS
+@pytest.mark.parametrize(
+    "config",
+    [
+        ForwardConfig(128, 2),
+        ForwardConfig(64, 3, stages=3),
+        ForwardConfig(128, 2, pingpong=True),
+        ForwardConfig(64, 3, pingpong=True, together=1),
+        ForwardConfig(64, 2, persistent=False),
+        ForwardConfig(128, 2, late_rescale=True, early_p=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (80, 30)}], ids=str)
+def test_forward_configs(options: dict[str, object], config: ForwardConfig, late: bool) -> None:
+    problem = Case("forward", b=1, hq=2, hkv=1, sq=330, sk=330, d=64, **options).make(FP16)
+    with override("hopper.forward", config), emulator.emulated(forward, late=late):
+        y, lse = forward.forward(problem.call)
+    verdict = judge(problem.call, None, None, {"y": y, "lse": lse})
+    assert verdict.ok, str(verdict)
+
+
+@ORDERS
+@pytest.mark.parametrize(
+    "config",
+    [
+        BackwardConfig(64, 128),
+        BackwardConfig(64, 128, stages=3, early_wait=True),
+        BackwardConfig(128, 128, reverse=True),
+        BackwardConfig(64, 64, split=True, wide=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (80, 30)}], ids=str)
+def test_backward_configs(options: dict[str, object], config: BackwardConfig, late: bool) -> None:
+    problem = Case("backward", b=1, hq=2, hkv=1, sq=330, sk=330, d=64, **options).make(FP16)
+    with override("hopper.backward", config), override("hopper.dq", DqConfig(64, stages=3, v_stages=1)):
+        examine(problem, late)
+
+
+def layouts(x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    yield "transposed", x.transpose(1, 2).contiguous().transpose(1, 2)
+    wide = torch.full((*x.shape[:2], x.shape[2] + 9, x.shape[3] + 16), torch.nan, dtype=x.dtype)
+    inner = wide[:, :, 4:-5, 8:-8]
+    inner.copy_(x)
+    yield "sliced", inner
+    uneven = torch.full((*x.shape[:3], x.shape[3] + 3), torch.nan, dtype=x.dtype)[..., 1:-2]
+    uneven.copy_(x)
+    yield "unaligned", uneven
+
+
+@pytest.mark.parametrize("which", range(3), ids=["transposed", "sliced", "unaligned"])
+def test_strides(which: int) -> None:
+    """q, k, v and do are read through their own strides; a do that TMA cannot read is copied."""
+    problem = Case("strides", b=2, hq=2, hkv=1, sq=100, sk=140, d=32, causal=True).make(FP16)
+    call = problem.call
+
+    def lay(x: torch.Tensor) -> torch.Tensor:
+        return list(layouts(x))[which][1]
+
+    if which < 2:
+        call = replace(call, q=lay(call.q), k=lay(call.k), v=lay(call.v), _segments=None)
+    examine(replace(problem, call=call, dy=lay(problem.dy)), late=False)
+
+
+def test_expanded_do() -> None:
+    """`out.sum().backward()` hands a gradient whose strides are all 0."""
+    problem = Case("expanded", b=2, hq=2, hkv=2, sq=70, sk=70, d=16).make(FP16)
+    examine(replace(problem, dy=torch.ones((), dtype=FP16).expand(problem.dy.shape)), late=False)
+
+
+def test_packed_neighbours_do_not_leak() -> None:
+    """The last tile of a sequence overlaps the next one in memory: what lies there, NaN included, is not seen."""
+    problem = Case("packed", hq=2, hkv=2, lengths_q=(50, 70, 33), d=32, causal=True).make(FP16)
+    call = problem.call
+    tensors = {name: getattr(call, name).clone() for name in ("q", "k", "v")}
+    dy = problem.dy.clone()
+    for tensor in (*tensors.values(), dy):
+        tensor[:, :, 50:120] = torch.nan
+    spoiled = replace(call, **tensors, _segments=None)
+    results = []
+    for each, gradient in ((call, problem.dy), (spoiled, dy)):
+        with emulator.emulated(forward, backward, dq, prepass):
+            y, lse = forward.forward(each)
+            grads = backward.backward(each, y, lse, gradient, None, frozenset(("dq", "dk", "dv")))
+        results.append({"y": y, "lse": lse[..., None]} | grads)
+    for name, clean in results[0].items():
+        for rows in (slice(0, 50), slice(120, None)):
+            assert torch.equal(clean[:, :, rows], results[1][name][:, :, rows]), name
+
+
+@pytest.mark.parametrize("needs", [("dq",), ("dk",), ("dv",), ("dk", "dv")], ids=str)
+def test_needs(needs: tuple[str, ...]) -> None:
+    problem = Case("needs", b=1, sq=140, sk=140, d=16, causal=True).make(FP16)
+    with emulator.emulated(forward, backward, dq, prepass):
+        y, lse = forward.forward(problem.call)
+        gradients = backward.backward(problem.call, y, lse, problem.dy, None, frozenset(needs))
+    assert set(gradients) == set(needs)
+    verdict = judge(problem.call, problem.dy, None, gradients, names=needs)
+    assert verdict.ok, str(verdict)
+
+
+# --- the emulator sees what it claims to see ---------------------------------------------------------------------------------
+
+
+def mutant(folder: Path, module: ModuleType, old: str, new: str) -> ModuleType:
+    """A copy of a kernel module with one piece of its source replaced."""
+    source = Path(module.__file__ or "").read_text()
+    assert old in source
+    path = folder / "mutant.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location("hopper_mutant", path)
+    assert spec is not None
+    assert spec.loader is not None
+    made = sys.modules["hopper_mutant"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("mbarrier.wait(p.v_full.index(previous), phase_of(count - 1, ST))", "pass"),
+        ("bar_arrive(p.V_EMPTY + previous, p.EVERYBODY)", "pass"),
+        ("s = warpgroup_mma_wait(1, deps=[s_token])", "s = warpgroup_mma_wait(2, deps=[s_token])"),
+        ("    tma.store_wait(0)\n    if p.PINGPONG and W == 0:", "    if p.PINGPONG and W == 0:"),
+        ("        if count >= ST - i:\n", "        if count < 0:\n"),
+        ("top = gl.where(new_max == -INF, 0.0, top)", "pass"),
+        ("seen = before(end - block * p.BN, columns)", "seen = before(end - block * p.BN - 1, columns)"),
+        ("mbarrier.expect(p.k_full.index(stage), p.k_desc.block_type.nbytes)", "mbarrier.expect(p.k_full.index(stage), 64)"),
+    ],
+    ids=[
+        "no wait for v",
+        "v never released",
+        "s read in flight",
+        "store left behind",
+        "arrival never met",
+        "empty row",
+        "mask off by one",
+        "bytes",
+    ],
+)
+def test_a_broken_forward_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    monkeypatch.setattr(emulator, "PATIENCE", 0.5)
+    problem = Case("broken", b=1, hq=1, hkv=1, sq=300, sk=270, d=16, causal=True).make(FP16)
+    from backlight.backends.hopper import primitives
+
+    if old in Path(primitives.__file__).read_text():
+        changed = mutant(tmp_path, primitives, old, new)
+        monkeypatch.setattr(forward, "softmax_step", changed.softmax_step)
+        broken = forward
+    else:
+        broken = mutant(tmp_path, forward, old, new)
+    with emulator.emulated(broken, late=True):
+        try:
+            y, lse = broken.forward(problem.call)
+        except (RuntimeError, AssertionError):
+            return
+    assert not judge(problem.call, None, None, {"y": y, "lse": lse}).ok
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("seen = from_on(first - i * BM, columns)", "seen = from_on(first - i * BM + 1, columns)"),
+        ("                tma.store_wait(0)\n", ""),
+        ("bar_arrive(p.DQ_FULL, BOTH)", "pass"),
+        ("dp = warpgroup_mma_wait(0, deps=[dp_token])", "dp = warpgroup_mma_wait(1, deps=[dp_token])"),
+        ("plain_begin = end\n", "pass\n"),
+    ],
+    ids=["mask off by one", "dq left behind", "dq never full", "dp read in flight", "ragged keys unmasked"],
+)
+def test_a_broken_backward_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    monkeypatch.setattr(emulator, "PATIENCE", 0.5)
+    # a very low lse: p of keys that do not exist overflows unless they are masked; causal tiles near the end are masked anyway
+    causal = "plain_begin" not in old
+    problem = Case("broken", b=1, hq=1, hkv=1, sq=300, sk=270, d=16, causal=causal, logit_shift=-120.0).make(FP16)
+    broken = mutant(tmp_path, backward, old, new)
+    with emulator.emulated(forward, broken, dq, prepass, late=True):
+        y, lse = forward.forward(problem.call)
+        try:
+            result = broken.backward(problem.call, y, lse, problem.dy, None, frozenset(("dq", "dk", "dv")))
+        except (RuntimeError, AssertionError):
+            return
+    assert not judge(problem.call, problem.dy, None, {"y": y, "lse": lse} | result).ok

@@ -1,0 +1,215 @@
+"""The host side: descriptors without Triton's checks, direct launches, refusals."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from backlight.backends.hopper import BACKEND, config, launch
+from backlight.backends.hopper.prepass import _prepass_kernel
+from backlight.call import Call
+from backlight.registry import Backend
+from backlight.spec import AttentionSpec
+from cases import BY_NAME, FP16
+
+
+def call_of(shape: tuple[int, ...] = (2, 4, 64, 64), dtype: torch.dtype = torch.float16, **spec: Any) -> Call:
+    q = torch.zeros(shape, dtype=dtype)
+    return Call(AttentionSpec(**spec), q, q, q)
+
+
+# --- descriptors -------------------------------------------------------------------------------------------------------------
+
+
+def test_descriptors_are_what_triton_would_build() -> None:
+    q = torch.zeros(2, 48, 4, 64, dtype=torch.float16).transpose(1, 2)
+    block = [1, 1, 64, 64]
+    theirs = TensorDescriptor(q, list(q.shape), list(q.stride()), block, launch.swizzled(tuple(block), q.dtype))
+    ours = launch.tile_descriptor(q, 64, 64, ragged=False)
+    assert isinstance(ours, TensorDescriptor)
+    assert vars(ours).keys() == vars(theirs).keys()
+    assert ours.base is q
+    for name, value in vars(theirs).items():
+        assert name == "base" or getattr(ours, name) == value, name
+
+
+@pytest.mark.parametrize(
+    ("view", "readable"),
+    [
+        (lambda x: x, True),
+        (lambda x: x.transpose(1, 2), True),
+        (lambda x: x[:, :, 3:, 8:], True),
+        (lambda x: x[:1].as_strided((1, 4, 64, 64), (5, 4096, 64, 1)), True),
+        (lambda x: x[..., 1:], False),
+        (lambda x: x.transpose(2, 3), False),
+        (lambda x: x[:1].expand(2, -1, -1, -1), False),
+        (lambda x: x.new_zeros(2, 4, 64, 68)[..., :64], False),
+    ],
+    ids=["contiguous", "bshd", "sliced", "stride of a single batch", "address", "columns", "expanded", "rows of 136 bytes"],
+)
+def test_what_tma_reads(view: Any, readable: bool) -> None:
+    tensor = view(torch.zeros(2, 4, 64, 64, dtype=torch.float16))
+    assert launch.tma_reads(tensor) is readable
+    if readable:
+        launch.tile_descriptor(tensor, 64, 64, ragged=False)
+
+
+# --- launches ----------------------------------------------------------------------------------------------------------------
+
+
+class Driver:
+    """A driver for a Hopper GPU that is not there: it compiles, and writes launches down."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        record = self.launches.append
+
+        class Launcher:
+            def __init__(self, src: Any, metadata: Any):
+                pass
+
+            def __call__(self, *args: Any) -> None:
+                record(args)
+
+        self.launcher_cls = Launcher
+        self.utils = SimpleNamespace(
+            load_binary=lambda *args: (1, 2, 40, 0, 1024),
+            unload_module=lambda module: None,
+            get_device_properties=lambda device: {"max_shared_mem": 232448, "max_num_regs": 65536, "warpSize": 32},
+        )
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 7
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    fake = Driver()
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(triton.runtime.driver, "_active", fake)
+    _prepass_kernel.device_caches.clear()
+    yield fake
+    # compiled kernels unload themselves, while the driver that loaded them is there
+    launch._compiled.clear()
+    _prepass_kernel.device_caches.clear()
+    gc.collect()
+
+
+def prepass(rows: int, dtype: torch.dtype = torch.float16) -> None:
+    from backlight.backends.hopper.prepass import prepass as run
+
+    call = call_of((1, 2, rows, 64), dtype)
+    run(launch.Launch(call), config.BackwardConfig(64, 128), call.q, torch.zeros(1, 2, rows), call.q, None, clear_dq=True)
+
+
+def test_direct_launches_pass_what_triton_passes(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second time on Triton's JIT is not asked; the launcher gets the same kinds of arguments in the same order."""
+    prepass(100)
+    assert len(launch._compiled) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(type(_prepass_kernel), "run", None)
+        prepass(100)
+    assert len(driver.launches) == 2
+    jitted, direct = driver.launches
+    assert len(jitted) == len(direct)
+    for theirs, ours in zip(jitted, direct, strict=True):
+        assert type(theirs) is type(ours)
+        if isinstance(theirs, (int, float, str, bool)):
+            assert theirs == ours
+
+
+def test_lengths_do_not_compile_again(driver: Driver) -> None:
+    prepass(100)
+    prepass(333)
+    prepass(1)
+    assert len(launch._compiled) == 1
+    assert [args[0] for args in driver.launches] == [2, 6, 1]
+
+
+def test_another_dtype_is_another_kernel(driver: Driver) -> None:
+    prepass(100)
+    prepass(100, torch.bfloat16)
+    assert len(launch._compiled) == 2
+
+
+# --- refusals and configurations ---------------------------------------------------------------------------------------------
+
+
+def test_protocol() -> None:
+    assert isinstance(BACKEND, Backend)
+    assert BACKEND.available() or torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (call_of(dtype=torch.float32), "dtype torch.float32 is not one of fp16, bf16"),
+        (call_of(), "tensors are on cpu, not on a GPU"),
+        (call_of((1, 1, 8, 20)), "head dimension 20 of q is not a multiple of 8"),
+        (call_of((1, 1, 8, 192)), "head dimension 192 of v is above 128: not yet verified on a card"),
+        (call_of(softcap=1.0), "softcap is not supported"),
+        (call_of(scale=-1.0), "scale must be positive, got -1"),
+        (BY_NAME["bias"].make(FP16).call, "bias is not supported"),
+        (BY_NAME["tau"].make(FP16, margin=0).call, "tau is not supported"),
+        (BY_NAME["sink"].make(FP16).call, "sink is not supported"),
+        (BY_NAME["gate"].make(FP16).call, "gate is not supported"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_why_not(call: Call, reason: str) -> None:
+    assert reason in BACKEND.why_not(call)
+
+
+def test_unreadable_strides_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.zeros(2, 4, 64, 64, dtype=torch.float16)
+    call = Call(AttentionSpec(), q, q, q[:1].expand_as(q))
+    monkeypatch.setattr("backlight.backends.hopper.capability", lambda device: (9, 0))
+    moved = SimpleNamespace(spec=call.spec, scale=call.scale, k=call.k, v=call.v)
+    moved.q = SimpleNamespace(**{name: getattr(q, name) for name in ("dtype", "shape", "stride", "data_ptr", "numel")})
+    moved.q.device = torch.device("cuda")
+    assert BACKEND.why_not(moved) == ("TMA cannot read v in place: strides (0, 4096, 64, 1) or address not 16-byte aligned",)
+
+
+def test_too_many_rows() -> None:
+    q = torch.zeros(1, dtype=torch.float16).expand(1 << 10, 1 << 10, 1 << 11, 8)
+    reasons = BACKEND.why_not(Call(AttentionSpec(), q, q, q))
+    assert "1048576 heads of 2048 rows need more than 31 bits to count" in reasons
+
+
+def test_configs() -> None:
+    small, wide = call_of(), call_of((2, 4, 64, 128))
+    assert config.forward_config(small) == config.ForwardConfig(128, 3)
+    assert config.forward_config(wide) == config.ForwardConfig(128, 2)
+    assert config.backward_config(small) == config.BackwardConfig(128, 128)
+    assert config.backward_config(wide) == config.BackwardConfig(64, 128)
+    assert config.backward_config(call_of((2, 4, 64, 128), causal=True)).early_wait
+    with pytest.raises(ValueError, match="named barriers"):
+        config.ForwardConfig(64, 3, stages=3, pingpong=True)
+
+
+def test_heads_together() -> None:
+    """Heads interleave under a mask only, and always in groups that come out even."""
+    assert config.heads_together(call_of(), config.ForwardConfig(128, 3)) == 1
+    assert config.heads_together(call_of(causal=True), config.ForwardConfig(128, 3)) == 8
+    assert config.heads_together(call_of((3, 5, 64, 64), causal=True), config.ForwardConfig(128, 3)) == 5
+    assert config.heads_together(call_of((1, 7, 64, 64), causal=True), config.ForwardConfig(128, 3, together=6)) == 1
