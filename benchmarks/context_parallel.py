@@ -3,7 +3,8 @@
     python benchmarks/context_parallel.py [--length 2048] [--rounds 8] [--out docs/data/distributed-cpu.json]
 
 Worlds of 1, 2 and 4 Gloo processes with one thread each. Pieces (a block, a message, a sum) and whole calls are timed in turn,
-round after round; every number is the best round, taken by the slowest rank. The model gives each rank a device of its own:
+round after round, so that other work on the machine meets all alike; every number is the median over the rounds of the slowest
+rank. The model gives each rank a device of its own:
 pieces are timed with one process per core at work, and where processes outnumber cores, all of them together cannot be faster
 than their work divided by the cores, which is added to the prediction here.
 """
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -98,8 +100,8 @@ def calls(world: int, length: int) -> dict[str, Work]:
 
 
 def times(work: dict[str, Work], rounds: int) -> dict[str, float]:
-    """Best seconds of each piece of work: begun by all ranks together, ended by the last."""
-    best = dict.fromkeys(work, float("inf"))
+    """Median seconds of each piece of work: begun by all ranks together, ended by the last."""
+    found: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(rounds):
         for name, run in work.items():
             dist.barrier()
@@ -107,8 +109,8 @@ def times(work: dict[str, Work], rounds: int) -> dict[str, float]:
             run()
             seconds = torch.tensor(time.perf_counter() - start)
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
-            best[name] = min(best[name], float(seconds))
-    return best
+            found[name].append(float(seconds))
+    return {name: statistics.median(values) for name, values in found.items()}
 
 
 def machine_of(seconds: dict[str, float], world: int, length: int) -> Machine:

@@ -128,3 +128,13 @@ def test_example_runs(example, tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr
+
+
+def test_speed_table_is_the_record() -> None:
+    """The ratios in the README are what the newest record says, to the digit."""
+    import runpy
+
+    made = runpy.run_path(str(ROOT / "docs" / "make_speed_table.py"))
+    text = (ROOT / "README.md").read_text()
+    assert made["table"]() in text
+    assert made["record"]().name in text

@@ -127,8 +127,8 @@ def test_what_a_term_costs_is_a_table_and_a_picture(tmp_path: Path) -> None:
     assert "ours / plain flex" in text
     assert "0.90" in text
     (axes,) = cost_bars(data).axes
-    widths = sorted(round(bar.get_width(), 6) for bar in axes.patches)
-    assert widths == [1.2, 3.0]
+    ends = sorted(round(bar.get_x() + bar.get_width(), 6) for bar in axes.patches)
+    assert ends == [1.2, 3.0]
     names = {path.name for path in draw(data, tmp_path, "run")}
     assert "run-costs.png" in names
     # two cases of one length: bars, not lines over S

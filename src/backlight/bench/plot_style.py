@@ -9,6 +9,7 @@ from backlight.bench.ours import OURS
 from backlight.bench.table import contenders
 
 OURS_COLOUR = "#d1421f"
+NAMED_COLOUR = "#eb9c7d"
 PEER_COLOURS = ("#3b6fb6", "#2f8f5b", "#8a5fb0", "#c08a1e", "#4a9fb5", "#7a7f87", "#b05a86", "#5c6b2f", "#a0785a")
 MARKERS = "osD^vP*X<>"
 PHASE_PANELS = ("forward", "backward")
@@ -21,15 +22,16 @@ def figure_of(width: float, height: float) -> Any:
 
 
 def styles_of(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Line style of each contender: ours thick and red, bare operators dashed."""
+    """Line style of each contender: ours thick and red, our backends by name paler, bare operators dashed."""
     bare = {row["contender"] for row in data["rows"] if row.get("path") == BARE}
     styles: dict[str, dict[str, Any]] = {}
     peers = [name for name in contenders(data) if not name.startswith(OURS)]
     for name in contenders(data):
         mine = name.startswith(OURS)
         place = 0 if mine else 1 + peers.index(name)
+        ours = OURS_COLOUR if name == OURS else NAMED_COLOUR
         styles[name] = {
-            "color": OURS_COLOUR if mine else PEER_COLOURS[(place - 1) % len(PEER_COLOURS)],
+            "color": ours if mine else PEER_COLOURS[(place - 1) % len(PEER_COLOURS)],
             "linewidth": 2.2 if name == OURS else 1.2,
             "linestyle": "--" if name in bare else "-",
             "marker": MARKERS[place % len(MARKERS)],
@@ -77,4 +79,4 @@ def legend(figure: Any, panels: Any) -> None:
         for axes in line:
             labels |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     if labels:
-        figure.legend(labels.values(), labels.keys(), loc="outside upper center", ncols=min(5, len(labels)), frameon=False)
+        figure.legend(labels.values(), labels.keys(), loc="outside upper center", ncols=min(6, len(labels)), frameon=False)

@@ -155,12 +155,17 @@ def cost_bars(data: dict[str, Any]) -> Any:
     height = 0.8 / len(names)
     for place, name in enumerate(names):
         at = [y + (place - (len(names) - 1) / 2) * height for y in range(len(found))]
-        widths = [by_name.get(name, {}).get("both", 0.0) for by_name in found.values()]
-        axes.barh(at, widths, height, color=styles[name]["color"], label=styles[name]["label"])
-        for y, width in zip(at, widths, strict=True):
-            if width:
-                axes.text(width, y, f" {width:.2f}", va="center", fontsize=6)
+        bars = [
+            (y, by_name[name]["both"]) for y, by_name in zip(at, found.values(), strict=True) if "both" in by_name.get(name, {})
+        ]
+        # from 1, so that what is dearer than plain points right and what is cheaper points left
+        lengths = [cost - 1.0 for _, cost in bars]
+        axes.barh([y for y, _ in bars], lengths, height, left=1.0, color=styles[name]["color"], label=styles[name]["label"])
+        for y, cost in bars:
+            axes.text(cost, y, f" {cost:.2f} ", va="center", ha="left" if cost >= 1 else "right", fontsize=6)
     axes.axvline(1.0, color="0.3", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.margins(x=0.15)
     axes.set_yticks(range(len(found)), list(found))
     axes.invert_yaxis()
     axes.set_xlabel("forward and backward / plain of the same shape, same contender")

@@ -5,7 +5,6 @@ scales and converts. `_dq_kernel` needs neither accumulator nor order of additio
 visit their key blocks, s and dp recomputed, ds going from registers straight into ds k. Seven products instead of five.
 """
 
-# mypy: ignore-errors
 # device code: compiled by Triton from its own types, never run by Python
 
 from torch import Tensor

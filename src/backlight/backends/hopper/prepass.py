@@ -5,7 +5,6 @@ does not exist or sees nothing so that its p is 0, clears the fp32 dq accumulato
 place (`out.sum().backward()` hands one whose strides are all 0).
 """
 
-# mypy: ignore-errors
 # device code: compiled by Triton from its own types, never run by Python
 
 from __future__ import annotations

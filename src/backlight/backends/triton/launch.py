@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backlight.backends.triton.config import KernelConfig, config_of, padded
 from backlight.backends.triton.primitives import TABLE_PAD, Geometry, Packing, Rows, Variant
-from backlight.call import Call
+from backlight.call import Call, Part
 from backlight.spec import LOG2E
 
 
@@ -41,9 +41,9 @@ class Launch:
         self.sink, self.tau = (self.q if x is None else x.contiguous() for x in (call.sink, call.tau))
 
     @property
-    def elastic_part(self) -> bool:
+    def elastic_part(self) -> Part | None:
         part = self.call.part
-        return part is not None and part.lse is not None
+        return None if part is None or part.lse is None else part
 
     @cached_property
     def table(self) -> Tensor:
@@ -88,7 +88,7 @@ class Launch:
             TAU=spec.tau,
             GATE=spec.gate,
             VARLEN=call.varlen,
-            PART=self.elastic_part,
+            PART=self.elastic_part is not None,
             LINEAR=call.scale > 0 and spec.softcap is None and not spec.bias,
             FP32=call.q.dtype == torch.float32,
             NVIDIA=call.q.is_cuda and torch.version.hip is None,
@@ -123,7 +123,7 @@ class Launch:
     def shared(self, cu_seqlens: Tensor | None, block: int) -> tuple[Any, ...]:
         """packing by tiles of `block` along `cu_seqlens`, geometry, sq, sk, number of segments."""
         call = self.call
-        n = call.part.n if self.elastic_part else self.q
+        n = self.q if self.elastic_part is None else self.elastic_part.n
         lengths = (self.geometry, call.q.shape[2], call.k.shape[2])
         if cu_seqlens is None:
             return (Packing(self.q, self.q, self.q, n), *lengths, 0)

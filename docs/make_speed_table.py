@@ -1,0 +1,50 @@
+"""The table of ratios in the README, from the newest `plain` record: python docs/make_speed_table.py (prints it)."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "nvidia-h200"
+LENGTHS = (2048, 4096, 8192, 16384)
+# what, contender, peer, head dimensions
+LINES = (
+    ("`hopper` / FlashAttention-3", "backlight", "fa3", (64, 128)),
+    ("`hopper` / cuDNN", "backlight", "sdpa-cudnn", (64, 128)),
+    ("`hopper` / FlashAttention-2", "backlight", "sdpa-flash", (64, 128)),
+    ("`triton` / FlexAttention", "backlight:triton", "flex", (64, 128)),
+    ("`triton` / FlexAttention", "backlight:triton", "flex", (256,)),
+)
+
+
+def record() -> Path:
+    return sorted(RESULTS.glob("plain-*.json"))[-1]
+
+
+def ratios(data: dict, contender: str, peer: str, dims: tuple[int, ...], phase: str) -> list[float]:
+    speeds = {(row["case"], row["contender"]): row["tflops"][phase] for row in data["rows"] if row["status"] == "ok"}
+    found = []
+    for (case, name), speed in speeds.items():
+        place = re.match(r"plain,d=(\d+),s=(\d+),", case)
+        if name == contender and place and int(place[1]) in dims and int(place[2]) in LENGTHS:
+            found.append(speed / speeds[case, peer])
+    return found
+
+
+def table() -> str:
+    data = json.loads(record().read_text())
+    lines = ["| speed ratio, S 2k to 16k, causal and full | D | forward | backward |", "|---|---|---|---|"]
+    for what, contender, peer, dims in LINES:
+        cells = []
+        for phase in ("forward", "backward"):
+            found = ratios(data, contender, peer, dims, phase)
+            mean = math.exp(sum(map(math.log, found)) / len(found))
+            cells.append(f"{mean:.2f} ({min(found):.2f} to {max(found):.2f})")
+        lines.append(f"| {what} | {', '.join(map(str, dims))} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

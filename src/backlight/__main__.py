@@ -1,0 +1,6 @@
+"""`python -m backlight` is the `backlight` command."""
+
+from backlight.cli import main
+
+if __name__ == "__main__":
+    main()
