@@ -4,14 +4,15 @@
 
 Worlds of 1, 2 and 4 Gloo processes with one thread each. Pieces (a block, a message, a sum) and whole calls are timed in turn,
 round after round, so that other work on the machine meets all alike; every number is the median over the rounds of the slowest
-rank. The model gives each rank a device of its own:
-pieces are timed with one process per core at work, and where processes outnumber cores, all of them together cannot be faster
-than their work divided by the cores, which is added to the prediction here.
+rank. The model gives each rank a device of its own, so pieces are timed on one rank alone. Here ranks share cores: the same
+pieces on all ranks at once say how many cores they really get, and all ranks together cannot be faster than their work
+divided by that.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -26,7 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 
+import backlight
 from backlight import api
 from backlight.call import Call, Part
 from backlight.distributed import ContextParallel
@@ -35,6 +38,7 @@ from backlight.distributed.blocks import Shards
 from backlight.distributed.cost import Machine, cost, flops
 from backlight.distributed.local import block_backward, block_call, block_forward
 from backlight.distributed.rule import Shape
+from backlight.distributed.simulation import Alone
 from backlight.spec import AttentionSpec
 
 WORLDS = (1, 2, 4)
@@ -43,7 +47,7 @@ SHAPE = Shape(batch=1, heads=8, kv_heads=4, d=64, dv=64, element=4)
 SPEC = AttentionSpec(causal=True)
 GRADIENTS = frozenset({"dq", "dk", "dv"})
 REPEATS = 10
-CORES = os.cpu_count() or 1
+WIRE = ("latency", "bandwidth")
 
 Work = Callable[[], object]
 
@@ -70,8 +74,10 @@ def pieces(context: ContextParallel, length: int) -> dict[str, Work]:
         "block": lambda: [block_forward(tiny, None) for _ in range(REPEATS)],
         "memory": lambda: [total.add_(added) for _ in range(REPEATS)],
     }
-    if context.rank >= CORES:
+    together = {f"{name} together": found[name] for name in ("forward", "backward")}
+    if context.rank > 0:
         found = {name: lambda: None for name in found}
+    found |= together
     if context.world > 1:
         there, back = (context.rank + 1) % context.world, (context.rank - 1) % context.world
 
@@ -100,7 +106,7 @@ def calls(world: int, length: int) -> dict[str, Work]:
 
 
 def times(work: dict[str, Work], rounds: int) -> dict[str, float]:
-    """Median seconds of each piece of work: begun by all ranks together, ended by the last."""
+    """Seconds of each piece of work, median or best: begun by all ranks together, ended by the last."""
     found: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(rounds):
         for name, run in work.items():
@@ -110,7 +116,8 @@ def times(work: dict[str, Work], rounds: int) -> dict[str, float]:
             seconds = torch.tensor(time.perf_counter() - start)
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             found[name].append(float(seconds))
-    return {name: statistics.median(values) for name, values in found.items()}
+    # a message takes less time than a process may wait for a core: its own time is the shortest
+    return {name: min(values) if name in WIRE else statistics.median(values) for name, values in found.items()}
 
 
 def machine_of(seconds: dict[str, float], world: int, length: int) -> Machine:
@@ -121,17 +128,17 @@ def machine_of(seconds: dict[str, float], world: int, length: int) -> Machine:
         name=f"{world} Gloo processes",
         forward=flops(SHAPE, pairs, False) / seconds["forward"],
         backward=flops(SHAPE, pairs, True) / seconds["backward"],
-        bandwidth=2 * keys * SHAPE.element / (seconds["bandwidth"] - latency) if world > 1 else 1.0,
+        bandwidth=2 * keys * SHAPE.element / seconds["bandwidth"] if world > 1 else 1.0,
         latency=latency,
         memory=12 * SHAPE.heads * own * SHAPE.d * REPEATS / seconds["memory"],
         block=seconds["block"] / REPEATS,
     )
 
 
-def predict(machine: Machine, world: int, length: int, strategy: str, layout: str, reverse: bool) -> float:
+def predict(machine: Machine, cores: float, world: int, length: int, strategy: str, layout: str, reverse: bool) -> float:
     shards = Shards(SPEC, layout, world, length, length)
     ranks = [cost(SHAPE, shards, machine, strategy, reverse, [rank]) for rank in range(world)]
-    return max(max(one.seconds for one in ranks), sum(one.compute for one in ranks) / min(world, CORES))
+    return max(max(one.seconds for one in ranks), sum(one.compute for one in ranks) / cores)
 
 
 def work(rank: int, world: int, folder: str, length: int, rounds: int) -> None:
@@ -150,18 +157,42 @@ def measure(world: int, length: int, rounds: int) -> dict[str, object]:
         multiprocessing.spawn(work, (world, folder, length, rounds), nprocs=world)
         seconds = json.loads((Path(folder) / "seconds.json").read_text())
     machine = machine_of(seconds, world, length)
+    cores = {name: world * seconds[name] / seconds[f"{name} together"] for name in ("forward", "backward")}
     runs = [
         {
             "strategy": strategy,
             "layout": layout,
             "direction": direction,
             "measured": seconds[f"{strategy} {layout} {direction}"],
-            "predicted": predict(machine, world, length, strategy, layout, direction == "backward"),
+            "predicted": predict(machine, cores[direction], world, length, strategy, layout, direction == "backward"),
         }
         for strategy, layout in WAYS
         for direction in ("forward", "backward")
     ]
-    return {"world": world, "machine": asdict(machine), "runs": runs}
+    return {"world": world, "machine": asdict(machine), "cores": cores, "runs": runs}
+
+
+def memory(world: int, length: int, strategy: str) -> dict[str, object]:
+    """Bytes one rank keeps for the backward, and the most it allocates at once in a step beyond its inputs."""
+    context = ContextParallel(Alone(0, world), strategy=strategy)
+    q, k, v = (context.shard(x, 2).clone().requires_grad_() for x in inputs(length))
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    def train() -> None:
+        y = backlight.attention(q, k, v, causal=True, context=context)
+        torch.autograd.grad(y, [q, k, v], torch.ones_like(y))
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        train()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        train()
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return {"world": world, "strategy": strategy, "kept": sum(kept.values()), "peak": max(itertools.accumulate(changes))}
 
 
 def main() -> None:
@@ -173,19 +204,20 @@ def main() -> None:
     worlds = [measure(world, arguments.length, arguments.rounds) for world in WORLDS]
     for found in worlds:
         for run in found["runs"]:
-            words = f"{run['strategy']:10} {run['layout']:10} {run['direction']:8}"
+            words = f"{run['strategy']:10} {run['layout']:10} {run['direction']:8} {found['cores'][run['direction']]:.2f} cores"
             measured, predicted = run["measured"] * 1e3, run["predicted"] * 1e3
             print(
                 f"world {found['world']}  {words}  {measured:7.1f} ms, predicted {predicted:7.1f} ({predicted / measured:.2f})"
             )
     record = {
-        "schema": "distributed-cpu-2",
-        "cores": CORES,
+        "schema": "distributed-cpu-4",
+        "cores": os.cpu_count(),
         "processor": platform.machine(),
         "torch": torch.__version__,
         "shape": asdict(SHAPE) | {"length": arguments.length, "causal": True},
         "rounds": arguments.rounds,
         "worlds": worlds,
+        "memory": [memory(w, arguments.length, s) for s in ("ring", "all_to_all") for w in WORLDS],
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -28,7 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "nn": {"spec", "api", ""},
     "compat": {"spec", "api", ""},
     "integrations": {"spec", "api", ""},
-    "distributed": {"spec", "call", "api", ""},
+    # blocks of a sharded call go to a backend each: it looks one up, as ops does
+    "distributed": {"spec", "call", "errors", "registry", "api", ""},
     "doctor": {"spec", "call", "reference"},
     # the command line is where names become subjects: it may look backends up
     "doctor.command": {"spec", "call", "reference", "registry", "doctor", ""},

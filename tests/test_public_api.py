@@ -28,6 +28,7 @@ OPTIONS = {
     "return_lse": False,
     "deterministic": None,
     "backend": None,
+    "context": None,
 }
 
 

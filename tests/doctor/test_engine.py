@@ -62,6 +62,34 @@ def test_a_declared_layout_that_is_wrong_is_a_finding() -> None:
     assert report.findings[0].severity == "test-fault"
 
 
+def test_a_refusal_is_no_layout_defect() -> None:
+    """PyTorch's memory-efficient kernel has no grouped heads and says so; the same tensors taken as [B, S, H, D] have equal
+    head counts, slip through, and come out as something else. That was once reported as a fault of the layout."""
+
+    def ungrouped(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+        if q.shape[1] != k.shape[1]:
+            raise RuntimeError("No viable backend for grouped heads.\nmore")
+        return torch.cat([sdpa(q[:, i : i + 1], k[:, i : i + 1], v[:, i : i + 1], causal) for i in range(q.shape[1])], 1)
+
+    report = doctor.diagnose(ungrouped, CAUSAL, shape=(2, 4, 40, 16), kv_heads=2, dtype=torch.float32)
+    assert (report.verdict, report.exit_code) == ("could-not-run", 3)
+    assert report.headline.startswith("No viable backend for grouped heads.")
+
+
+def test_a_wrong_kernel_in_another_layout_is_still_examined() -> None:
+    """A first refusal does not hide a defect: the other layout computes something like the answer."""
+
+    def bshd(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+        if k.shape[1] != 50:
+            raise RuntimeError("this kernel was built for 50 keys")
+        o = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal, scale=0.5)
+        return o.transpose(1, 2)
+
+    report = doctor.diagnose(bshd, AttentionSpec(scale=0.25), shape=SMALL, sk=50, dtype=torch.float32)
+    assert report.recipe["layout"] == "BSHD"
+    assert report.verdict == "defect"
+
+
 def test_module_and_pair_of_raw_functions() -> None:
     class Attention(nn.Module):
         def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = True) -> Tensor:
@@ -301,7 +329,7 @@ def test_users_own_tensors() -> None:
 
 
 def test_large_problems_are_explained_on_a_smaller_one() -> None:
-    problem_shape = (1, 24, 520, 16)
+    problem_shape = (1, 16, 520, 8)
     report = doctor.diagnose(broken.subject("delta-missing"), CAUSAL, shape=problem_shape)
     assert report.findings[0].id == "delta-missing"
     assert any("smaller problem" in note for note in report.recipe["notes"])

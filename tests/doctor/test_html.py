@@ -85,24 +85,39 @@ def test_best_finding_comes_first():
 def test_the_graph_follows_the_formulas():
     """Edges are read off the stages' signatures; these are the ones a reader of the backward pass expects."""
     found = set(edges())
-    for pair in [("s", "lse"), ("lse", "p"), ("p", "o"), ("p", "dv"), ("dp", "ds"), ("delta", "ds"), ("ds", "dq")]:
+    forward, backward = [("s", "lse"), ("lse", "p"), ("p", "o")], [("dp", "ds"), ("delta", "ds"), ("ds", "dq")]
+    recomputed = [("s", "p (bwd)"), ("lse", "p (bwd)"), ("p (bwd)", "dv"), ("p (bwd)", "ds")]
+    for pair in forward + backward + recomputed:
         assert pair in found, pair
+    assert ("p", "dv") not in found
     assert ("dq", "dk") not in found
     assert ("o", "p") not in found
 
 
 def test_a_culprit_is_drawn_as_one_and_unseen_stages_are_hollow():
     page = html(window_defect())
-    assert re.search(r'<rect [^>]*class="box culprit"[^>]*><title>p: culprit', page)
+    assert re.search(r'<rect [^>]*class="box culprit"[^>]*><title>p [(]bwd[)]: culprit', page)
     assert re.search(r'<rect [^>]*class="box inherited"[^>]*><title>dq: inherited', page)
-    assert re.search(r'<rect [^>]*class="box unseen"[^>]*><title>delta: unseen', page)
+    assert re.search(r'<rect [^>]*class="box unseen"[^>]*><title>delta: the kernel does not return it', page)
     assert "dsink" not in page
 
 
-def test_of_two_rows_for_one_stage_the_worse_is_drawn():
+def test_weights_of_both_directions_are_boxes_of_their_own():
+    """A wrong recomputation in the backward does not make the forward's weights look guilty."""
     report = window_defect()
-    report.stages.insert(0, StageRow("p (forward)", "ok"))
-    assert "<title>p: culprit" in html(report)
+    report.stages.insert(0, StageRow("p", "ok", global_error=0.001, local_error=0.001))
+    page = html(report)
+    assert re.search(r'<rect [^>]*class="box ok"[^>]*><title>p: ok', page)
+    assert re.search(r'<rect [^>]*class="box culprit"[^>]*><title>p [(]bwd[)]: culprit', page)
+
+
+def test_a_stage_that_was_not_seen_says_how_it_is_known():
+    report = window_defect()
+    report.stages = [row for row in report.stages if not row.name.startswith("p")]
+    report.stages.append(StageRow("p (bwd)", "culprit", note="not seen itself; inferred from dq, dk, dv"))
+    page = html(report)
+    assert "<title>p (bwd): culprit, not seen itself; inferred from dq, dk, dv</title>" in page
+    assert ">inferred</text>" in page
 
 
 @pytest.mark.parametrize(

@@ -1,34 +1,28 @@
 """Every entry of the catalogue, injected, is found; the right name ranks first for at least 95 % of them.
 
 Twice: as the broken kernels that the demos use (the mutant itself run as a kernel, so bug and mutant share code), and as faults
-of the tiled backend. There the arithmetic is the backend's own. A defect that sits inside it is an edit of its source text and
-shares nothing with the mutant; a defect of what goes in or comes out (another spec, another dO, a factor) is often the mutant's
-own change of inputs or outputs put around the backend, which is an easier test: `injection.EDITS`, `WRAPPERS` and the rest.
+of the tiled backend, where the arithmetic is the backend's own and the fault is an edit of its source (`edits`) or a wrong call
+(`injection`). What is expected of each injection is its record in docs/data/doctor-shares.json: `shares` measures it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
+
 import pytest
+import shares
 import torch
-from injection import NOT_INJECTED, inject
+from edits import EDITS
+from injection import CALLERS, NOT_INJECTED, WRAPPERS, kind_of
+from shares import NAMED, arguments
 
 from backlight import doctor
 from backlight.doctor import broken, catalogue
 
-SMALL, SMALLER = (2, 4, 72, 64), (2, 4, 40, 64)
+SMALLER = (2, 4, 40, 64)
 SHARE = 0.95
+RECORD = shares.load()
 INJECTED = [name for name in catalogue.names() if name not in NOT_INJECTED]
-# found, not named, with the first wrong stage: the backend never visits hidden tiles, so only part of the hidden keys leak
-OPEN = {"tau-unmasked": "o"}
-
-
-def arguments(name: str, shape: tuple[int, int, int, int]) -> dict:
-    """The demo's arguments, smaller where the demo does not ask for a shape, other lengths or a level."""
-    demo = catalogue.get(name).demo
-    kept = {"shape", "sk", "cu_seqlens", "level", "recipe"} & set(demo)
-    # the demo's window of 41 keys must be shorter than the sequence
-    shape = SMALL if "window" in demo.get("spec", {}) else shape
-    return catalogue.demo_arguments(name) | ({} if kept else {"shape": shape})
 
 
 def expect_found(report: doctor.Report, name: str) -> None:
@@ -47,36 +41,56 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def demos() -> list:
-    """Every entry; in the default run those that no mutant can show, and the first of each family."""
-    first = {defects[0].id for defects in catalogue.families().values()}
-    quick = {defect.id for defect in catalogue.DEFECTS if defect.variants is None} | first
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in catalogue.names()]
+def entries(names: Iterable[str], quick: Container[str]) -> list:
+    """Parameters: what is not in `quick` takes part in the slow run only, what needs a GPU where there is one."""
+    found = []
+    for name in names:
+        marks = [] if name in quick else [pytest.mark.slow]
+        marks += [pytest.mark.gpu] if catalogue.get(name).demo.get("device") == "cuda" else []
+        found.append(pytest.param(name, marks=marks))
+    return found
 
 
-@pytest.mark.parametrize("name", demos())
+# no mutant shows these, only probes and measurements do
+WITHOUT_MUTANT = {defect.id for defect in catalogue.DEFECTS if defect.variants is None}
+FIRST = {defects[0].id for defects in catalogue.families().values()}
+UNNAMED = {name for name, entry in RECORD["defects"].items() if entry["white box"].startswith("open")}
+
+
+# at level full each takes seconds, and their injections are examined below
+BRIEF = {name for name in WITHOUT_MUTANT if "level" not in catalogue.get(name).demo or name in NOT_INJECTED}
+
+
+@pytest.mark.parametrize("name", entries(catalogue.names(), BRIEF))
 def test_broken_kernel_is_found(name: str) -> None:
     report = doctor.diagnose(broken.subject(name), **arguments(name, SMALLER))
     expect_found(report, name)
     assert report.findings[0].id == name, f"{name} was called {[f.id for f in report.findings]}"
 
 
-@pytest.mark.parametrize("name", INJECTED)
+@pytest.mark.parametrize("name", entries(INJECTED, WITHOUT_MUTANT | FIRST | UNNAMED))
 def test_broken_tiled_backend_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = doctor.diagnose(inject(name, monkeypatch), **arguments(name, SMALL))
-    assert report.verdict != "healthy", f"{name} injected into the tiled backend went unseen"
-    first = report.findings[0]
-    if name in OPEN:
-        assert (first.id, first.mechanism, first.stage) == ("open", "open", OPEN[name])
-    else:
-        assert first.id == name, f"{name} was called {first.id}: {first.title}"
+    report = shares.examine(name, monkeypatch)
+    expect_found(report, name)
+    said = report.findings[0].title
+    assert shares.outcome(name, report) == RECORD["defects"][name]["white box"], f"{name} was called otherwise: {said}"
 
 
 def test_share_named_in_the_tiled_backend() -> None:
-    """The test above allows `open` for the entries of OPEN alone, so this bounds the share that is named."""
-    assert set(OPEN) <= set(INJECTED)
-    assert len(INJECTED) - len(OPEN) >= SHARE * len(INJECTED)
-    assert len(INJECTED) >= 0.9 * len(catalogue.DEFECTS)
+    """The record is what the test above holds every injection to, so this bounds the share that is named."""
+    found = RECORD["totals"]["white box"]
+    assert found["injected"] == found["found"] == len(INJECTED)
+    assert found["named"] >= SHARE * found["injected"]
+    for name, entry in RECORD["defects"].items():
+        assert entry["white box"] in (NAMED, shares.NOT_APPLICABLE) or entry["white box"].startswith("open at "), name
+
+
+def test_injections_are_written_apart_from_the_mutants() -> None:
+    """A defect counts for more when its injection shares nothing with the mutant that names it."""
+    kinds = [kind_of(name) for name in INJECTED]
+    assert kinds.count("edit") >= 0.85 * len(kinds)
+    assert set(INJECTED) == set(EDITS) | set(CALLERS) | set(WRAPPERS)
+    assert not (set(EDITS) & set(CALLERS)) | (set(EDITS) & set(WRAPPERS)) | (set(CALLERS) & set(WRAPPERS))
 
 
 def test_catalogue_is_large_and_complete() -> None:

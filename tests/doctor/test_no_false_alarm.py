@@ -5,10 +5,15 @@ A false alarm is a bug of the same rank as a missed defect.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
 from injection import ours, ours_packed
+from sweep import CPU_SEEDS, CPU_SUBJECTS, DTYPES, RECIPES, TRUE_NOTES, VARIANTS, Run, complaint, refused
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -17,28 +22,9 @@ from backlight.doctor import inputs
 from backlight.spec import AttentionSpec
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-CU = torch.tensor([0, 30, 31, 31, 72], dtype=torch.int32)
 SHAPE = (2, 4, 72, 32)
-SEEDS = 20
-
-VARIANTS: dict[str, tuple[AttentionSpec, dict]] = {
-    "plain": (AttentionSpec(), {}),
-    "causal": (AttentionSpec(causal=True), {}),
-    "window": (AttentionSpec(causal=True, window=(20, 0)), {}),
-    "two-sided": (AttentionSpec(window=(10, 15)), {}),
-    "gqa": (AttentionSpec(causal=True), {"kv_heads": 2}),
-    "longer keys": (AttentionSpec(causal=True), {"sk": 100}),
-    "longer rows": (AttentionSpec(causal=True), {"sk": 40}),
-    "scale": (AttentionSpec(scale=0.3), {}),
-    "softcap": (AttentionSpec(causal=True, softcap=2.0), {}),
-    "bias": (AttentionSpec(causal=True, bias=True), {}),
-    "tau": (AttentionSpec(causal=True, tau=True), {}),
-    "sink": (AttentionSpec(causal=True, sink=True), {}),
-    "gate": (AttentionSpec(causal=True, gate=True), {}),
-    "all": (AttentionSpec(causal=True, bias=True, tau=True, sink=True, gate=True), {}),
-    "packed": (AttentionSpec(causal=True), {"cu_seqlens": CU}),
-    "packed bias tau": (AttentionSpec(causal=True, bias=True, tau=True), {"cu_seqlens": CU}),
-}
+# the default run; the slow one has every variant, and 20 seeds of it
+SAMPLE = ("plain", "causal", "two-sided", "gqa", "longer rows", "softcap", "bias", "tau", "all", "packed bias tau")
 
 
 @pytest.fixture(autouse=True)
@@ -50,13 +36,8 @@ def one_thread():
 
 
 def expect_nothing(report: doctor.Report) -> None:
-    said = [(f.id, f.title) for f in report.findings]
-    assert report.verdict == "healthy", f"{report.headline}: {said}"
-    assert not said
-    assert all(row.status == "ok" for row in report.stages), [(r.name, r.status, r.note) for r in report.stages]
-    assert all(probe.passed is not False for probe in report.probes), [
-        (p.name, p.detail) for p in report.probes if not p.passed
-    ]
+    said = complaint(report)
+    assert not said, said
 
 
 def subject_for(options: dict):
@@ -64,14 +45,14 @@ def subject_for(options: dict):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [pytest.param(v, marks=[] if v in SAMPLE else pytest.mark.slow) for v in VARIANTS])
 def test_public_call(variant: str, dtype: torch.dtype) -> None:
     spec, options = VARIANTS[variant]
     expect_nothing(doctor.diagnose(subject_for(options), spec, shape=SHAPE, dtype=dtype, **options))
 
 
 @pytest.mark.parametrize("recipe", [r for r in inputs.RECIPES if r != "gaussian"])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP64], ids=str)
 def test_public_call_recipes(recipe: str, dtype: torch.dtype) -> None:
     spec, options = VARIANTS["all"]
     expect_nothing(doctor.diagnose(ours, spec, shape=SHAPE, dtype=dtype, recipe=recipe, **options))
@@ -86,18 +67,33 @@ def test_public_call_full(variant: str) -> None:
     assert sum(probe.passed is True for probe in report.probes) >= 12
 
 
+def test_another_order_of_heads_is_another_order_of_sums() -> None:
+    """In fp32 the sum over a group of heads moved dk by 9 eps when the heads were reversed, and the probe called it a fault."""
+    report = doctor.diagnose(ours, AttentionSpec(causal=True), shape=(1, 4, 40, 16), kv_heads=2, dtype=FP32, level="full")
+    expect_nothing(report)
+    assert any(probe.name == "permuted heads" and probe.passed for probe in report.probes)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.clean_memory
+@pytest.mark.timeout(1800)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_public_call_many_seeds(variant: str, dtype: torch.dtype) -> None:
-    spec, options = VARIANTS[variant]
-    for seed in range(SEEDS):
-        for recipe in ("gaussian", "peaky", "dominant"):
-            shape = SHAPE if seed % 2 else (1, 4, 65, 64)
-            report = doctor.diagnose(
-                subject_for(options), spec, shape=shape, dtype=dtype, recipe=recipe, seed=seed, **options
-            )  # fmt: skip
-            expect_nothing(report)
+def test_many_seeds(variant: str, dtype: str, record_property: Callable[[str, object], None]) -> None:
+    """Every kernel this machine can run, three recipes, 20 seeds: half an hour on one core for all variants and dtypes."""
+    examined = Counter()
+    for seed, recipe, subject in product(range(CPU_SEEDS), RECIPES, CPU_SUBJECTS):
+        run = Run(subject, variant, dtype, recipe, seed, "cpu")
+        report = run.examine()
+        if refused(run, report):
+            continue
+        examined[subject] += 1
+        said = complaint(report, TRUE_NOTES)
+        assert not said, f"{run}: {said}"
+    assert examined["tiled"] == CPU_SEEDS * len(RECIPES)
+    for subject, count in examined.items():
+        record_property(subject, count)
 
 
 # --- other people's kernels --------------------------------------------------------------------------------------------------
@@ -111,8 +107,7 @@ def test_sdpa(backend: SDPBackend, dtype: torch.dtype, causal: bool) -> None:
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
 
-    for seed in range(2):
-        expect_nothing(doctor.diagnose(sdpa, AttentionSpec(causal=causal), shape=(2, 2, 65, 32), dtype=dtype, seed=seed))
+    expect_nothing(doctor.diagnose(sdpa, AttentionSpec(causal=causal), shape=(2, 2, 65, 32), dtype=dtype))
 
 
 def test_sdpa_builtin_is_called_by_keyword() -> None:
@@ -122,14 +117,15 @@ def test_sdpa_builtin_is_called_by_keyword() -> None:
 
 
 def test_sdpa_flash_on_the_cpu_is_at_most_a_matter_of_precision() -> None:
-    """Not a false alarm: exact inputs do not come out exact, because this kernel keeps its running sums in bf16. The doctor
-    calls it a loss of precision, on dk, and no defect; `quick` does not look that closely and calls the kernel healthy."""
+    """Not a false alarm: exact inputs do not come out exact, because this kernel keeps its running sums in 16 bits. The doctor
+    calls it a loss of precision, on dk, and no defect; `quick` does not look that closely and calls the kernel healthy, with a
+    hint."""
 
     def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return F.scaled_dot_product_attention(query, key, value)
 
-    report = doctor.diagnose(sdpa, AttentionSpec(), shape=(1, 1, 256, 64), dtype=BF16, level="full")
+    report = doctor.diagnose(sdpa, AttentionSpec(), shape=(1, 1, 64, 64), dtype=FP16, level="full")
     assert report.verdict in ("healthy", "precision")
     assert all(f.severity != "defect" for f in report.findings)
     for finding in report.findings:
@@ -156,10 +152,14 @@ def test_plain_pytorch(dtype: torch.dtype) -> None:
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 def test_plain_pytorch_with_large_logits_is_a_matter_of_precision() -> None:
-    """It does round its scores to 16 bits; with large logits that shows, and it is said in these words and in no stronger."""
-    report = doctor.diagnose(plain, AttentionSpec(causal=True), shape=(2, 4, 136, 64), dtype=BF16, recipe="low_lse")
-    assert (report.verdict, report.exit_code) == ("precision", 2)
-    assert [f.id for f in report.findings] == ["precision-scores"]
+    """It does round its scores to 16 bits; with large logits that shows, and it is said in these words and in no stronger.
+    Errors of 10 % move whole rows then, and the gain of a head by 5 %: that was once called a defect of dk."""
+    for seed in range(2):
+        report = doctor.diagnose(
+            plain, AttentionSpec(causal=True), shape=(1, 4, 72, 64), dtype=BF16, recipe="low_lse", seed=seed
+        )  # fmt: skip
+        assert (report.verdict, report.exit_code) == ("precision", 2), report.headline
+        assert [f.id for f in report.findings] == ["precision-scores"]
 
 
 @pytest.mark.clean_memory

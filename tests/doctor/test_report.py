@@ -89,12 +89,12 @@ def test_a_repaired_kernel_is_better():
     assert result.exit_code == 0
     assert "verdict: defect -> healthy" in result.better
     assert any("window+1" in line for line in result.gone)
-    assert "p: culprit -> ok" in result.better
+    assert "p (bwd): culprit -> ok" in result.better
     assert not result.worse
     back = json.compare(repaired, window_defect())
     assert back.exit_code == 1
     assert any("window+1" in line for line in back.new)
-    assert "p: ok -> culprit" in back.worse
+    assert "p (bwd): ok -> culprit" in back.worse
 
 
 def test_a_ratio_that_became_nan_is_worse():
@@ -138,7 +138,7 @@ def test_the_terminal_says_what_matters_in_order():
         "confidence high   mechanism established",
         "my_kernel.py:12",
         "causal, window 95,0",
-        "p      CULPRIT    1.000    9.2     14  b0 h2 rows 96-103  192 leaked cells, all at i-j = 96",
+        "p (bwd)  CULPRIT    1.000    9.2     14  b0 h2 rows 96-103  192 leaked cells, all at i-j = 96",
         "1. The backward pass sees one key more than the window allows.  [window+1]",
         "explains 99.99 % of the error",
         "Next check: Run again with --window 96,0",

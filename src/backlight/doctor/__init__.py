@@ -6,9 +6,9 @@ doctor.audit_rule(rule, AttentionSpec(causal=True))
 """
 
 from backlight.doctor.audit import AuditResult, audit_rule
-from backlight.doctor.diagnose import diagnose
+from backlight.doctor.diagnose import diagnose, run_once
 from backlight.doctor.health import Unhealthy, assert_healthy
 from backlight.doctor.report.model import Report
 from backlight.doctor.subject import Subject
 
-__all__ = ["AuditResult", "Report", "Subject", "Unhealthy", "assert_healthy", "audit_rule", "diagnose"]
+__all__ = ["AuditResult", "Report", "Subject", "Unhealthy", "assert_healthy", "audit_rule", "diagnose", "run_once"]

@@ -118,6 +118,16 @@ def misread(x: Tensor) -> Tensor:
     return torch.cat([storage[: x.numel()], storage.new_zeros(missing)]).view(x.shape)
 
 
+class SideStream(Kernel):
+    """The backward reads dO on a stream of its own and does not wait for the one that fills it."""
+
+    def backward(self, call: Call, dy: Tensor, dlse: Tensor | None) -> Outputs:
+        with torch.cuda.stream(torch.cuda.Stream(dy.device)):
+            early = dy.clone()
+        torch.cuda.synchronize(dy.device)
+        return super().backward(call, early, dlse)
+
+
 class Race(Kernel):
     """Every run loses the contribution of another few key tiles to dq."""
 
@@ -184,6 +194,14 @@ class NanCell(Kernel):
         dk = out["dk"].clone()
         dk[0, -1, min(5, dk.shape[2] - 1)] = float("nan")
         return out | {"dk": dk}
+
+
+class EmptyLse(Kernel):
+    """lse of a row that sees nothing is +inf, as some kernels have it."""
+
+    def forward(self, call: Call) -> Outputs:
+        out = super().forward(call)
+        return out | {"lse": out["lse"].masked_fill(out["lse"] == -torch.inf, torch.inf)}
 
 
 class InPlace(Kernel):
@@ -257,11 +275,13 @@ def detached() -> Callable[..., tuple[Tensor, Tensor]]:
 MAKERS: dict[str, Callable[[], Callable[..., Any]]] = {
     "do_stride": lambda: attention_of(DoStride()),
     "input_stride": lambda: attention_of(InputStride()),
+    "side_stream": lambda: attention_of(SideStream()),
     "race": lambda: attention_of(Race()),
     "atomics": lambda: attention_of(Atomics()),
     "accumulates": lambda: attention_of(Accumulates()),
     "stale_rows": lambda: attention_of(StaleRows()),
     "nan_cell": lambda: attention_of(NanCell()),
+    "empty_lse": lambda: attention_of(EmptyLse()),
     "in_place": lambda: attention_of(InPlace()),
     "cached": lambda: attention_of(Cached()),
     "detached": detached,

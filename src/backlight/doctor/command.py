@@ -96,6 +96,9 @@ def examine(
         EXAMINATION(metavar="DIR", help="Write report.html, report.json and a repro script."),
     ] = None,
     json: Annotated[Path | None, EXAMINATION(metavar="FILE", help="Write the report as JSON; - is standard output.")] = None,
+    sanitize: Annotated[
+        bool, EXAMINATION("--sanitize", help="Also run the kernel once under each tool of compute-sanitizer (CUDA).")
+    ] = False,
     demo: Annotated[str | None, EXAMINATION(metavar="NAME", help="Examine a deliberately broken kernel.")] = None,
     list_: Annotated[bool, EXAMINATION("--list", help="List kernels, demos and the defect catalogue.")] = False,
 ) -> None:
@@ -157,6 +160,11 @@ def examine(
             outcome = keep.reproduce(found, case, absolute(subject), run, report, layout)
     else:
         outcome = ""
+    if sanitize or (case.level == "forensic" and case.device.startswith("cuda")):
+        from backlight.doctor.sanitize import sanitize as watch_memory
+
+        with Console(stderr=True).status("running the kernel once under each tool of compute-sanitizer"):
+            watch_memory(found, case, absolute(subject), layout)
     conclude(found, report, json, console, outcome)
 
 

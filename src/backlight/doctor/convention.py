@@ -13,6 +13,9 @@ from backlight.doctor.subject import CouldNotRun, Observed, Subject
 from backlight.spec import LOG2E
 
 REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, AssertionError)
+# relative error of o that settles the question, and the correlation that shows something like the answer, defects included;
+# tensors read in the wrong layout are all but unrelated to it
+MATCHES, RESEMBLES = 0.05, 0.5
 # how close a fitted (a, b) must be to a known convention
 TOLERANCE, OFFSET = 1e-3, 0.01
 
@@ -21,27 +24,38 @@ def settle(subject: Subject, problem: Problem, notes: list[str]) -> tuple[Subjec
     """The subject with its layout decided, and its first answer: layouts are told apart by o alone."""
     if subject.layout != "auto":
         return subject, subject.run(problem.call, problem.dy)
-    errors, best = [], None
-    for name in ("packed", "BHSD", "BSHD") if problem.call.varlen else ("BHSD", "BSHD", "packed"):
+    errors, best = {}, None
+    names = ("packed", "BHSD", "BSHD") if problem.call.varlen else ("BHSD", "BSHD", "packed")
+    for name in names:
         candidate = subject.with_layout(name)
         try:
             forward = candidate.run(problem.call)
         except REFUSALS as error:
-            errors.append(f"{name}: {str(error).strip().splitlines()[0] if str(error).strip() else error!r}")
+            errors[name] = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             continue
         if forward["o"].shape != problem.truth.y.shape:
-            errors.append(f"{name}: o has shape {tuple(forward['o'].shape)}, expected {tuple(problem.truth.y.shape)}")
+            errors[name] = f"o has shape {tuple(forward['o'].shape)}, expected {tuple(problem.truth.y.shape)}"
             continue
         score = compare("o", forward["o"], problem).relative
-        best = (score, candidate) if best is None or score < 0.5 * best[0] else best
-        if score <= 0.05:
+        best = (score, candidate, forward["o"]) if best is None or score < 0.5 * best[0] else best
+        if score <= MATCHES:
             break
     if best is None:
-        raise CouldNotRun("the subject ran in no layout; " + "; ".join(errors))
+        raise CouldNotRun("the subject ran in no layout; " + "; ".join(f"{name}: {said}" for name, said in errors.items()))
+    if names[0] in errors and not correlation(best[2], problem.truth.y) >= RESEMBLES:
+        # a refusal is an answer; that other shapes slip through unrecognised says nothing about the kernel
+        raise CouldNotRun(f"{errors[names[0]]} (layout {names[0]}; it runs as {best[1].layout}, on something else)")
     chosen = best[1]
     if chosen.layout != "BHSD":
         notes.append(f"layout {chosen.layout}, found by matching o")
     return chosen, chosen.run(problem.call, problem.dy)
+
+
+def correlation(x: Tensor, truth: Tensor) -> float:
+    """Cosine of the angle between two tensors; 0 where there is nothing finite to compare."""
+    usable = torch.isfinite(x) & torch.isfinite(truth)
+    a, b = x[usable].double(), truth[usable].double()
+    return float((a @ b) / (a.norm() * b.norm()).clamp(min=1e-300))
 
 
 CONVENTIONS = {"natural": 1.0, "base 2": LOG2E}
@@ -67,6 +81,21 @@ def natural_lse(subject: Subject, problem: Problem, values: Mapping[str, Tensor]
         notes.append(f"lse convention: {known}")
         found["lse"] = found["lse"].double().div(choices[known]).to(found["lse"].dtype)
     return found
+
+
+def fill_empty_rows(problem: Problem, values: dict[str, Tensor]) -> str:
+    """Puts -inf, our convention, into lse of rows that see nothing; what stood there, or '' when nothing had to change.
+
+    NaN is no convention and stays.
+    """
+    if "lse" not in values:
+        return ""
+    lse, empty = values["lse"], problem.truth.lse == -torch.inf
+    other = empty & (lse != -torch.inf) & ~torch.isnan(lse)
+    if not bool(other.any()):
+        return ""
+    values["lse"] = lse.masked_fill(other, -torch.inf)
+    return f"{float(lse[other][0]):.4g}"
 
 
 def fit(lse: Tensor, truth: Tensor) -> tuple[float, float]:

@@ -95,7 +95,8 @@ def _support(found: tomography.Recovered) -> Picture:
     cells = pad.unflatten(1, (-1, step)).unflatten(0, (-1, step)).amax(dim=(1, 3))
     data = {"stage": found.name, "head": f"b{b} h{h}", "sq": sq, "sk": sk, "step": step}
     data |= {"leaks": int(found.leaks[b, h].sum()), "holes": int(found.holes[b, h].sum()), "cells": cells.tolist()}
-    return Picture("support", f"{found.name}: which keys each row uses (b{b} h{h})", data)
+    direction = "backward" if found.name.endswith("(bwd)") else "forward"
+    return Picture("support", f"which keys each row uses in the {direction} ({found.name} of b{b} h{h})", data)
 
 
 def _exact(examination: Examination, bench: Bench) -> None:
@@ -150,7 +151,9 @@ def _judge_lse(examination: Examination, problem: inputs.Problem, values: dict[s
     ranked = explain(problem, known, comparisons)
     laws = identities(problem, {**known, "o": values["o"]}) if "o" in values else []
     if ranked and ranked[0].fits:
-        examination.findings.append(from_explanation(ranked[0], ranked, problem, comparisons, laws))
+        found = from_explanation(ranked[0], ranked, problem, comparisons, laws)
+        found.evidence.insert(0, "all of this holds for a loss that uses lse; with a loss on o alone nothing is wrong")
+        examination.findings.append(found)
 
 
 def _lengths(examination: Examination, bench: Bench) -> None:

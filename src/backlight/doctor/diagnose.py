@@ -21,6 +21,7 @@ from backlight.doctor.invariants import Identity, identities
 from backlight.doctor.localise import ROW_TENSORS, local_values, only_in_empty_rows
 from backlight.doctor.pictures import pictures
 from backlight.doctor.report.model import Finding, Probe, Report, StageRow, Where
+from backlight.doctor.report.words import counted
 from backlight.doctor.subject import CouldNotRun, Observed, Subject
 from backlight.spec import AttentionSpec
 
@@ -28,7 +29,15 @@ LEVELS = ("quick", "full", "forensic")
 # above this many score entries the explaining oracle passes move to a smaller problem of the same kind
 EXPLAIN_CELLS = 16 * 512 * 512
 # a probe that caught the subject in the act outranks an explanation of a single run
-PROBE_SCORES = {"input-changed": 130.0, "stale-rows": 120.0, "race-lost-update": 115.0, "accumulates-over-calls": 112.0}
+PROBE_SCORES = {
+    "input-changed": 130.0,
+    "stale-rows": 120.0,
+    "race-lost-update": 115.0,
+    "accumulates-over-calls": 112.0,
+    "do-in-flight": 110.0,
+}
+# the wrong tensors inherit: the probe names the input that is misread
+MISREAD = ("do-stride", "do-in-flight", "input-stride")
 
 
 def diagnose(
@@ -68,22 +77,58 @@ def diagnose(
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
     started = time.perf_counter()
-    subject = Subject.of(subject)
     terms: dict[str, Any] = {"bias": bias, "sink": sink, "tau": tau, "gate": gate}
-    if q is None:
-        problem = inputs.make(
-            spec, shape, kv_heads=kv_heads, sk=sk, dv=dv, dtype=dtype, recipe=recipe, seed=seed, device=device,
-            cu_seqlens=cu_seqlens, **terms,
-        )  # fmt: skip
-        problem = problem if do is None else problem.replace(dy=do)
-    else:
-        problem = inputs.given(spec, q, k, v, do, terms, cu_seqlens, seed)
-    examination = Examination(subject, problem, level)
+    drawn = {"shape": shape, "kv_heads": kv_heads, "sk": sk, "dv": dv, "dtype": dtype, "recipe": recipe, "device": device}
+    problem = _problem(spec, q, k, v, do, terms, cu_seqlens, seed, drawn)
+    examination = Examination(Subject.of(subject), problem, level)
     report = examination.report()
     if against is not None:
         judge_reference(report, Subject.of(against), problem)
     report.seconds = time.perf_counter() - started
     return report
+
+
+def run_once(
+    subject: Any,
+    spec: AttentionSpec,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    do: Tensor | None = None,
+    cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None,
+    seed: int = 0,
+    **settings: Any,
+) -> Observed:
+    """One forward and one backward on what `diagnose` would examine, judged by nobody: for profilers and sanitizers.
+
+    Takes the arguments of `diagnose`; what only an examination needs (level, against) is ignored.
+    """
+    terms = {name: settings.pop(name, None) for name in ("bias", "sink", "tau", "gate")}
+    drawn = {name: value for name, value in settings.items() if name not in ("level", "against")}
+    problem = _problem(spec, q, k, v, do, terms, cu_seqlens, seed, drawn)
+    examined = Subject.of(subject)
+    if examined.layout == "auto":
+        examined, _ = convention.settle(examined, problem, [])
+    return examined.run(problem.call, problem.dy)
+
+
+def _problem(
+    spec: AttentionSpec,
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    do: Tensor | None,
+    terms: dict[str, Any],
+    cu_seqlens: Tensor | tuple[Tensor, Tensor] | None,
+    seed: int,
+    drawn: dict[str, Any],
+) -> Problem:
+    """The caller's tensors, or tensors drawn as `drawn` says."""
+    if q is not None:
+        return inputs.given(spec, q, k, v, do, terms, cu_seqlens, seed)
+    problem = inputs.make(spec, seed=seed, cu_seqlens=cu_seqlens, **drawn, **terms)
+    return problem if do is None else problem.replace(dy=do)
 
 
 class Examination:
@@ -109,7 +154,11 @@ class Examination:
             lines = str(error).strip().splitlines()
             return self._could_not_run(lines[0] if lines else repr(error), health)
         values = convention.natural_lse(self.subject, self.problem, observed.values, self.notes)
+        instead = convention.fill_empty_rows(self.problem, values)
         self.examine(observed, values)
+        if instead and not any(f.severity != "note" for f in self.findings):
+            title = BY_ID["empty-rows-lse"].sentence().replace("...", instead)
+            self._named("empty-rows-lse", ["everything else is right, in these rows too"], title=title)
         return self._finish(health, time.perf_counter() - started)
 
     # --- the steps ----------------------------------------------------------------------------------------------------------
@@ -136,6 +185,8 @@ class Examination:
             found = verdict.precision_finding(problem, comparisons, self.probes)
             if found is not None:
                 self._add(found)
+            elif self.level == "quick" and verdict.precision_hint(problem, comparisons):
+                self.notes.append(verdict.precision_hint(problem, comparisons))
         self.pictures += pictures(comparisons, self.probes, problem)
 
     def _observed_faults(self, observed: Observed) -> None:
@@ -178,7 +229,13 @@ class Examination:
         for name, gains in found.data.get("gains", {}).items():
             lines.append(f"{name}: gain per head " + " ".join(f"{g:.3g}" for g in gains))
         stage = (found.data.get("wrong") or [BY_ID[identifier].stage])[0]
-        self._named(identifier, lines, where, stage=stage if identifier not in ("do-stride", "input-stride") else None)
+        title = ""
+        if identifier == "atomics-reorder":
+            moved = found.data["wrong"]
+            title = BY_ID[identifier].title.replace(
+                "dq differs", f"{', '.join(moved)} {'differs' if len(moved) == 1 else 'differ'}"
+            )
+        self._named(identifier, lines, where, title, None if identifier in MISREAD else stage)
 
     def _one_cause(self) -> None:
         """Memory faults look like races and stride errors too: keep the finding that explains the others."""
@@ -245,14 +302,14 @@ class Examination:
         if not wrong or any(f.score >= 100 for f in self.findings):
             return
         first = min(wrong, key=lambda c: verdict.ORDER.index(c.name))
+        where, lines = verdict.worst_cell(first), [f"{c.name}: {c.nonfinite_words}" for c in wrong]
         if first.name in ROW_TENSORS and only_in_empty_rows(first, self.problem.call):
-            lines = [f"{c.name}: {int(c.nonfinite.sum())} of {c.nonfinite.numel()} values" for c in wrong]
-            self._named("empty-rows-nan", lines, verdict.worst_cell(first), stage=first.name)
+            self._named("empty-rows-nan", lines, where, stage=first.name)
             return
-        where = verdict.worst_cell(first)
-        lines = [f"{c.name}: {int(c.nonfinite.sum())} of {c.nonfinite.numel()} values" for c in wrong]
         place = f", first at {where.text}" if where is not None else ""
-        title = f"{int(first.nonfinite.sum())} values of {first.name} are NaN or infinite{place}"
+        count = int(first.nonfinite.sum())
+        verb = "is" if count == 1 else "are"
+        title = f"{counted(count, 'value')} of {first.name} {verb} NaN or infinite{place}"
         self._named("nan-cell", lines, where, title=title, stage=first.name)
 
     # --- writing ------------------------------------------------------------------------------------------------------------
@@ -288,10 +345,15 @@ class Examination:
         headline = (serious or precise)[0].title if serious or precise else "no defect found"
         if serious or precise:
             self._blame((serious or precise)[0])
+        for row in self.rows:
+            row.settle_local_error()
         return self._report(outcome, headline, findings, health, seconds)
 
     def _blame(self, finding: Finding) -> None:
         """An established name decides which stage is guilty: wrong rows after it inherit, also when it was not seen itself."""
+        if finding.severity == "precision":
+            for row in self.rows:
+                row.status = "precision" if row.name == finding.stage and row.status == "ok" else row.status
         if finding.explained is None or finding.stage not in verdict.ORDER:
             return
         rows = [*self.rows, *self.extra_rows]
@@ -302,7 +364,8 @@ class Examination:
                 row.status = "inherited"
         if not any(row.name == finding.stage for row in rows):
             wrong = ", ".join(row.name for row in rows if row.status == "inherited")
-            self.extra_rows.append(StageRow(finding.stage, "culprit", note=f"not seen itself; inferred from {wrong}"))
+            shown = wrong or ", ".join(probe.name for probe in self.probes if probe.passed is False)
+            self.extra_rows.append(StageRow(finding.stage, "culprit", note=f"not seen itself; inferred from {shown}"))
 
     def _could_not_run(self, sentence: str, health: dict[str, Any]) -> Report:
         return self._report("could-not-run", sentence, [], health, 0.0)

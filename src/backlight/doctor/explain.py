@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from backlight.doctor.catalogue import DEFECTS
-from backlight.doctor.compare import CELL, TRUTH_OF, WHOLE, Comparison, Units, ratio, to_cells
+from backlight.doctor.compare import CELL, TRUTH_OF, WHOLE, Comparison, ratio, to_cells, units_of
 from backlight.doctor.defects.defect import Defect
 from backlight.doctor.inputs import Problem
 from backlight.doctor.mutants import Mutant, run
@@ -56,7 +56,7 @@ class Observation:
     """One of the kernel's tensors in cells with its noise, prepared once for all candidates."""
 
     def __init__(self, name: str, value: Tensor, problem: Problem):
-        units = Units(name, problem, value.dtype)
+        units = units_of(name, problem, value.dtype)
         self.name, self.key, self.units = name, TRUTH_OF.get(name, name), units
         self.x = value.detach().double()
         self.finite = torch.isfinite(self.x)
@@ -74,22 +74,27 @@ class Observation:
         """
         if at is not None and self.x.dim() < 3:
             return 0.0, 0.0, 0.0
-        candidate = candidate.double()
-        finite = torch.isfinite(candidate)
-        part = self._part(at, candidate.shape[1]) if at is not None else ()
-        differ = ((finite != self.finite) & self.units.finite)[part]
+        part = () if at is None else self._part(at)
+        x, candidate, right = self.x[part], candidate[part].double(), self.units.finite[part]
+        finite, observed = torch.isfinite(candidate), self.finite[part]
+        differ = (finite != observed) & right
         if bool(differ.any()) and float(differ.double().mean()) > 1e-3:
             return float("inf"), float("inf"), float(differ.double().mean())
-        agree = finite & self.finite & self.units.finite
+        agree = finite & observed & right
         value = to_cells(candidate.masked_fill(~agree, 0))
-        error = to_cells((self.x - candidate).masked_fill(~agree, 0))
-        unit = torch.maximum(self.unit, self.relative * self.units.rms(value, CELL))
-        cells = ratio(self.units.rms(error, CELL), unit)[part]
+        error = to_cells((x - candidate).masked_fill(~agree, 0))
+        count = self.units.count[part].sum(CELL).clamp(min=1)
+
+        def rms(cells: Tensor) -> Tensor:
+            return ((cells**2).sum(CELL) / count).sqrt()
+
+        unit = torch.maximum(self.unit[part], self.relative * rms(value))
+        cells = ratio(rms(error), unit)
         return float(cells.max()), float((cells**2).mean().sqrt()), float((error**2).sum()) / self.energy
 
-    def _part(self, at: tuple[int, int], heads: int) -> tuple[slice, ...]:
+    def _part(self, at: tuple[int, int]) -> tuple[slice, ...]:
         b, g = at
-        group = heads // self.kv_heads if heads > self.kv_heads else 1
+        group = max(1, self.x.shape[1] // self.kv_heads)
         return slice(b, b + 1), slice(g * group, (g + 1) * group)
 
     @property

@@ -37,6 +37,11 @@ class Problem:
     seed: int = 0
 
     @cached_property
+    def units(self) -> dict[tuple[str, torch.dtype], Any]:
+        """Where `compare` keeps the noise of each quantity."""
+        return {}
+
+    @cached_property
     def truth(self) -> Trace:
         return oracle(self.call, self.dy, self.dlse, KEPT)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -67,12 +68,31 @@ class Half(Oracle):
     def _heads(
         self, call: Call, dy: Tensor | None, dlse: Tensor | None
     ) -> Iterator[tuple[int, int, Segment, dict[str, object]]]:
-        for b, h, segment, inputs in super()._heads(call, dy, dlse):
-            if self.only is not None and not {(b, self.kv_head(h, call.group)), (b, h // call.group)} & self.only:
+        heads = super()._heads(call, dy, dlse) if self.only is None or call.varlen else self._single_heads(call, dy, dlse)
+        for b, h, segment, inputs in heads:
+            if not self._wanted(b, h, call):
                 continue
             rows = slice(segment.q0, segment.q1)
             saved = {name: x[b, h, rows].to(self.dtype) for name, x in self.saved.items()}
             yield b, h, segment, {**inputs, **saved, "h": h, "b": b}
+
+    def _wanted(self, b: int, h: int, call: Call) -> bool:
+        return self.only is None or bool({(b, self.kv_head(h, call.group)), (b, h // call.group)} & self.only)
+
+    def _single_heads(
+        self, call: Call, dy: Tensor | None, dlse: Tensor | None
+    ) -> Iterator[tuple[int, int, Segment, dict[str, object]]]:
+        """The wanted heads alone, each cut out before anything is cast: most of the work of trying many mutants."""
+        for b, h in product(range(call.q.shape[0]), range(call.q.shape[1])):
+            if not self._wanted(b, h, call):
+                continue
+            row, key = (slice(b, b + 1), slice(h, h + 1)), (slice(b, b + 1), slice(g := self.kv_head(h, call.group), g + 1))
+            cut: dict[str, Any] = {"q": call.q[row], "k": call.k[key], "v": call.v[key], "_segments": None}
+            cut["gate"] = None if call.gate is None else call.gate[row]
+            cut |= {n: None if getattr(call, n) is None else getattr(call, n)[h : h + 1] for n in ("bias", "sink", "tau")}
+            incoming = (None if x is None else x[row] for x in (dy, dlse))
+            for _, _, segment, inputs in Oracle(self.stages, self.dtype)._heads(replace(call, **cut), *incoming):
+                yield b, h, replace(segment, batch=b), inputs
 
     def _place(self, out: Tensor, name: str, value: Tensor, b: int, h: int, segment: Segment, call: Call) -> None:
         if name in KEY_VECTORS and self.combine != "sum":

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from backlight.doctor import fa3
 from backlight.doctor.subject import Subject
 from backlight.spec import AttentionSpec
 
@@ -34,7 +35,7 @@ NAMED = {
     "sdpa:cudnn": "the same, cuDNN backend (CUDA)",
     "flex": "PyTorch's FlexAttention; compiled on CUDA, eager elsewhere",
     "fa2": "the flash_attn package (CUDA)",
-    "fa3": "the flash_attn_interface package (Hopper)",
+    "fa3": "the flash_attn_interface package, or the library BACKLIGHT_FA3 names (Hopper)",
 }
 SDPA_BACKENDS = {
     "math": "MATH",
@@ -55,7 +56,7 @@ def named(name: str) -> Callable[..., Any]:
         if backend and backend not in SDPA_BACKENDS:
             raise UnknownSubject(f"sdpa has no backend {backend!r}; there are {', '.join(SDPA_BACKENDS)}")
         return _renamed(partial(sdpa, backend=backend or None), name)
-    peers: dict[str, Callable[..., Any]] = {"flex": flex, "fa2": fa2, "fa3": fa3}
+    peers: dict[str, Callable[..., Any]] = {"flex": flex, "fa2": fa2, "fa3": flash3}
     return peers[name]
 
 
@@ -115,6 +116,8 @@ class Asked:
     softcap: float | None = None
     bias: Tensor | None = None
     bias_origin: int = 0
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
 
     @property
     def spec(self) -> AttentionSpec:
@@ -161,56 +164,78 @@ def _sdpa_kernel(backend: str) -> Any:
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, **features: Any) -> tuple[Tensor, Tensor]:
-    """FlexAttention with the mask as a block mask, softcap and bias as a score modification."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    asked = _asked("flex", features, ("causal", "window", "scale", "softcap", "bias", "bias_origin"))
-    spec, bias, softcap = asked.spec, asked.bias, asked.softcap
+    """FlexAttention with masks and packed sequences as a block mask, softcap and bias as a score modification."""
+    known = ("causal", "window", "scale", "softcap", "bias", "bias_origin", "cu_seqlens_q", "cu_seqlens_k")
+    asked = _asked("flex", features, known)
+    cu = asked.cu_seqlens_q
+    if cu is not None and asked.cu_seqlens_k is not None and not torch.equal(cu, asked.cu_seqlens_k):
+        raise NotImplementedError("flex has packed sequences of equal query and key lengths only")
     sq, sk = q.shape[2], k.shape[2]
+    boundaries = None if cu is None else tuple(cu.tolist())
+    mask = _block_mask(asked.spec, sq, sk, boundaries, q.device) if asked.spec.masked or boundaries else None
+    attend = _flex_attention(asked.scale, asked.softcap, asked.bias_origin, sk - sq, q.shape[1] != k.shape[1], q.is_cuda)
+    return attend(q, k, v, asked.bias, mask)
+
+
+@cache
+def _flex_attention(
+    scale: float | None, softcap: float | None, origin: int, shift: int, grouped: bool, compiled: bool
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """One function for each set of plain numbers: a compiled one is found again by the next call."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, block_mask: Any) -> tuple[Tensor, Tensor]:
+        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            if softcap is not None:
+                s = softcap * torch.tanh(s / softcap)
+            if bias is not None:
+                column = i + shift - j + origin
+                inside = (column >= 0) & (column < bias.shape[1])
+                s = s + torch.where(inside, bias[h, torch.clamp(column, 0, bias.shape[1] - 1)], 0.0)
+            return s
+
+        return flex_attention(
+            q,
+            k,
+            v,
+            score_mod=None if softcap is None and bias is None else score,
+            block_mask=block_mask,
+            scale=scale,
+            enable_gqa=grouped,
+            return_lse=True,
+        )
+
+    return torch.compile(attend, dynamic=False) if compiled else attend
+
+
+@lru_cache(maxsize=64)
+def _block_mask(spec: AttentionSpec, sq: int, sk: int, boundaries: tuple[int, ...] | None, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    left, right, shift, sequence = spec.left, spec.right, sk - sq, None
+    if boundaries is not None:
+        lengths = torch.tensor(boundaries, device=device).diff()
+        sequence = torch.repeat_interleave(torch.arange(lengths.numel(), device=device), lengths)
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (j >= spec.first_key(i, sq, sk)) & (j <= spec.last_key(i, sq, sk))
+        distance = i + shift - j
+        seen = distance == distance
+        if right is not None:
+            seen = seen & (distance >= -right)
+        if left is not None:
+            seen = seen & (distance <= left)
+        return seen if sequence is None else seen & (sequence[i] == sequence[j])
 
-    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        if softcap is not None:
-            s = softcap * torch.tanh(s / softcap)
-        if bias is not None:
-            column = i + (sk - sq) - j + asked.bias_origin
-            inside = (column >= 0) & (column < bias.shape[1])
-            s = s + torch.where(inside, bias[h, column.clamp(0, bias.shape[1] - 1)], 0.0)
-        return s
-
-    run: Any = torch.compile(flex_attention, dynamic=False) if q.is_cuda else flex_attention
-    return run(
-        q,
-        k,
-        v,
-        score_mod=score if softcap is not None or bias is not None else None,
-        block_mask=create_block_mask(visible, None, None, sq, sk, device=q.device) if spec.masked else None,
-        scale=asked.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-        return_lse=True,
-    )
+    return create_block_mask(visible, None, None, sq, sk, device=device)
 
 
 def fa2(q: Tensor, k: Tensor, v: Tensor, **features: Any) -> Tensor:
-    """FlashAttention 2 of the flash_attn package."""
-    return _flash_attn("fa2", "flash_attn", q, k, v, features)
-
-
-def fa3(q: Tensor, k: Tensor, v: Tensor, **features: Any) -> Tensor:
-    """FlashAttention 3 of the flash_attn_interface package."""
-    return _flash_attn("fa3", "flash_attn_interface", q, k, v, features)
-
-
-def _flash_attn(name: str, package: str, q: Tensor, k: Tensor, v: Tensor, features: dict[str, Any]) -> Tensor:
-    """Both packages take [B,S,H,D], a window with -1 for unbounded, softcap 0 for none; transposed views are read in place."""
-    asked = _asked(name, features, ("causal", "window", "scale", "softcap"))
-    if importlib.util.find_spec(package) is None:
-        raise NotImplementedError(f"{name} needs the package {package}, which is not installed")
-    if not q.is_cuda:
-        raise NotImplementedError(f"{name} needs a CUDA device and the tensors are on {q.device}")
-    out = importlib.import_module(package).flash_attn_func(
+    """FlashAttention 2 of the flash_attn package: [B,S,H,D], a window with -1 for unbounded, softcap 0 for none."""
+    asked = _asked("fa2", features, ("causal", "window", "scale", "softcap"))
+    if importlib.util.find_spec("flash_attn") is None:
+        raise NotImplementedError("fa2 needs the package flash_attn, which is not installed")
+    _on_cuda("fa2", q)
+    out = importlib.import_module("flash_attn").flash_attn_func(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
@@ -220,3 +245,29 @@ def _flash_attn(name: str, package: str, q: Tensor, k: Tensor, v: Tensor, featur
         softcap=asked.softcap or 0.0,
     )
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+
+def flash3(q: Tensor, k: Tensor, v: Tensor, **features: Any) -> tuple[Tensor, Tensor]:
+    """FlashAttention 3 through its two operators; transposed views are read in place, packed sequences without their batch."""
+    known = ("causal", "window", "scale", "softcap", "cu_seqlens_q", "cu_seqlens_k")
+    asked = _asked("fa3", features, known)
+    missing = fa3.absent()
+    if missing:
+        raise NotImplementedError(f"fa3: {missing}")
+    _on_cuda("fa3", q)
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise NotImplementedError(f"fa3 takes fp16 and bf16 only, and the tensors are {str(q.dtype)[6:]}")
+    if q.shape[-1] != v.shape[-1]:
+        raise NotImplementedError("fa3's backward needs D = Dv")
+    fa3.load()
+    packed = asked.cu_seqlens_q is not None
+    spec = asked.spec.replace(softcap=asked.softcap)
+    scale = q.shape[-1] ** -0.5 if asked.scale is None else asked.scale
+    options = fa3.operator_options(spec, scale, asked.cu_seqlens_q, asked.cu_seqlens_k)
+    o, lse = fa3.Fa3Function.apply(*(x[0].transpose(0, 1) if packed else x.transpose(1, 2) for x in (q, k, v)), options)
+    return (o.transpose(0, 1)[None], lse[None]) if packed else (o.transpose(1, 2), lse)
+
+
+def _on_cuda(name: str, q: Tensor) -> None:
+    if not q.is_cuda:
+        raise NotImplementedError(f"{name} needs a CUDA device and the tensors are on {q.device}")

@@ -19,11 +19,14 @@ from torch import Tensor
 from backlight.doctor import layouts
 from backlight.doctor.inputs import Problem
 from backlight.doctor.report.model import Probe
+from backlight.doctor.report.words import counted
 from backlight.doctor.subject import Observed, Subject
 
 # other strides may select another code path with other rounding; a stride error is of order one
 CLOSE = 8.0
 REPEATS = 10
+# about 10 ms on a GPU of 2 GHz: longer than any launch, short enough to be run on every problem
+IN_FLIGHT_CYCLES = 20_000_000
 # how far beyond its own run-to-run differences a subject may be before another cause is named
 SPREAD = 3.0
 # fp32 sums in another order, rounded once to the output dtype: a unit in the last place of the largest values
@@ -39,9 +42,14 @@ class Bench:
     base: Observed
     spread: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def close(self) -> float:
+        """eps that another order of the same sums may move a value by: 16-bit results are rounded once, wide ones are not."""
+        return CLOSE if self.problem.sixteen_bit else REORDERED_WIDE
+
     def equal(self, found: dict[str, float], what: str, finding: str) -> Probe:
         """Passed when nothing differs by more than the subject's own repeats do, or by a few eps."""
-        far = {n: d for n, d in found.items() if not d <= max(CLOSE, SPREAD * self.spread.get(n, 0.0))}
+        far = {n: d for n, d in found.items() if not d <= max(self.close, SPREAD * self.spread.get(n, 0.0))}
         if far:
             return Probe("", False, f"{what}: {_words(far)}", data={"finding": finding, "wrong": sorted(far)})
         return Probe("", True, "equal" if not found else f"equal up to {max(found.values()):.1f} eps")
@@ -127,10 +135,8 @@ def zero_do(bench: Bench) -> Probe:
     wrong = {n: int(((x != 0) & torch.isfinite(x)).sum()) for n, x in gradients(out).items()}
     wrong = {n: count for n, count in wrong.items() if count}
     if wrong:
-        words = ", ".join(f"{count} values of {n}" for n, count in wrong.items())
-        return Probe(
-            "", False, f"dO = 0 must give zero gradients: {words} are not 0", data={"finding": "accumulates-over-calls"}
-        )
+        words = ", ".join(f"{counted(count, 'value')} of {n}" for n, count in wrong.items())
+        return Probe("", False, f"dO = 0 must give zero gradients; not 0: {words}", data={"finding": "accumulates-over-calls"})
     return Probe("", True, "all gradients exactly 0")
 
 
@@ -196,7 +202,7 @@ def negated_v(bench: Bench) -> Probe:
     off = distance(-out["o"], bench.base["o"]) / bench.problem.eps
     return (
         Probe("", True, f"o follows v ({off:.1f} eps)")
-        if off <= CLOSE
+        if off <= bench.close
         else Probe("", None, "o is not odd in v; judged elsewhere")
     )
 
@@ -247,6 +253,24 @@ def do_layouts(bench: Bench) -> Probe:
         if not result.passed:
             return result
     return Probe("", True, "equal for " + ", ".join(layouts.DO_LAYOUTS))
+
+
+@probe("dO in flight")
+def do_in_flight(bench: Bench) -> Probe:
+    """dO written at the last moment, behind work that keeps the stream busy: whoever does not wait reads what was there."""
+    if bench.problem.call.q.device.type != "cuda":
+        return Probe("", None, "needs a CUDA stream")
+    bench.run(do_layout=written_late)  # whatever is compiled or loaded on first use must not wait for us
+    found = differences(bench.base, bench.run(do_layout=written_late), bench.problem.eps)
+    return bench.equal(found, "a dO whose producer is still running changes the gradients", "do-in-flight")
+
+
+def written_late(do: Tensor) -> Tensor:
+    """The same values in a buffer that holds sentinels until the stream gets there, some milliseconds from now."""
+    late = torch.full_like(do, layouts.SENTINEL)
+    torch.cuda.synchronize(do.device)
+    torch.cuda._sleep(IN_FLIGHT_CYCLES)
+    return late.copy_(do)
 
 
 @probe("input layouts")
@@ -345,6 +369,7 @@ FULL = (
     poison,
     negated_v,
     do_layouts,
+    do_in_flight,
     input_layouts,
     doubled_do,
     permuted_heads,

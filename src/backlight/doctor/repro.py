@@ -19,7 +19,8 @@ CASE_IMPORT = "from backlight.doctor.capture import load_capture\nfrom backlight
 
 TEMPLATE = '''"""{title} [{id}]
 
-Written by backlight doctor. Exit code 0: the finding appeared again; 1: it did not.
+Written by backlight doctor. Exit code 0: the finding appeared again; 1: it did not. With --once the kernel is called,
+forward and backward, and nothing else is done: for profilers and sanitizers.
 Examined: {subject}
 Inputs:   {inputs}
 {smaller}"""
@@ -28,7 +29,7 @@ import sys
 {path_import}
 import torch
 
-from backlight.doctor import diagnose
+from backlight.doctor import diagnose, run_once
 {case_import}from backlight.doctor.command import resolve
 from backlight.spec import AttentionSpec
 
@@ -36,11 +37,12 @@ SUBJECT = {subject!r}
 EXPECTED = {id!r}
 
 spec = AttentionSpec({spec})
-{prepare}report = diagnose(
-    resolve(SUBJECT{layout}),
-    spec,
-{arguments}
-)
+{prepare}subject = resolve(SUBJECT{layout})
+arguments = {arguments}
+if "--once" in sys.argv:
+    run_once(subject, spec, **arguments)
+    sys.exit(0)
+report = diagnose(subject, spec, **arguments)
 found = [finding.id for finding in report.ranked]
 sys.stdout.write(f"{{report.headline}}\\nfound: {{', '.join(found) or 'nothing'}}; expected: {{EXPECTED}}\\n")
 sys.exit(0 if EXPECTED in found else 1)
@@ -86,7 +88,7 @@ def script(case: Case, subject: str, finding: Finding, steps: Sequence[str] = ()
         layout=f", layout={layout!r}" if layout != "auto" else "",
         spec=", ".join(f"{name}={value!r}" for name, value in case.differences().items()),
         prepare=f"case = Case.captured(load_capture(Path(__file__).with_name({INPUTS!r})), {settings})\n" if captured else "",
-        arguments="    **case.arguments()," if captured else "\n".join(f"    {argument}," for argument in arguments),
+        arguments="case.arguments()" if captured else "dict(\n" + "".join(f"    {word},\n" for word in arguments) + ")",
     )
 
 

@@ -141,7 +141,7 @@ class Subject:
         """One forward, and one backward when `dy` or `dlse` is given. Layout functions act on the tensors the subject sees."""
         layout = layouts.get("BHSD" if self.layout == "auto" else self.layout, call)
         inputs = {name: layout.give(getattr(call, name).detach()) for name in ("q", "k", "v")}
-        terms = [name for name in TERMS if getattr(call, name) is not None and self._takes(name)]
+        terms = [name for name in TERMS if getattr(call, name) is not None and self.takes(name)]
         inputs |= {name: getattr(call, name).detach().clone() for name in terms if name != "gate"}
         if "gate" in terms:
             inputs["gate"] = layout.give(call.gate.detach())  # type: ignore[union-attr]
@@ -170,7 +170,7 @@ class Subject:
         """Whether the lse this subject returns takes part in autograd."""
         layout = layouts.get("BHSD" if self.layout == "auto" else self.layout, call)
         inputs = {name: layout.give(getattr(call, name).detach()).requires_grad_() for name in ("q", "k", "v")}
-        terms = {n: getattr(call, n) for n in TERMS if getattr(call, n) is not None and self._takes(n)}
+        terms = {n: getattr(call, n) for n in TERMS if getattr(call, n) is not None and self.takes(n)}
         terms |= {"gate": layout.give(call.gate)} if "gate" in terms else {}  # type: ignore[arg-type]
         extras = self._extras(call, {**inputs, **terms}, layout)
         out = _as_dict(_invoke(self.forward, inputs, extras | dict(self.fixed)), ("o", "lse"))
@@ -206,7 +206,8 @@ class Subject:
         shaped = {"dq": layout.take_rows, "dk": layout.take_keys, "dv": layout.take_keys, "dgate": layout.take_rows}
         return {n: shaped[n](g, n) if n in shaped and g is not None else g for n, g in named.items()}
 
-    def _takes(self, name: str) -> bool:
+    def takes(self, name: str) -> bool:
+        """Whether the callable can be told about a feature (canonical keyword)."""
         accepted = self.accepts()
         return accepted is None or bool(set(KEYWORDS[name]) & accepted)
 

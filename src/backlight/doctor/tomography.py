@@ -14,6 +14,7 @@ from torch import Tensor
 from backlight.call import Call
 from backlight.doctor.inputs import Problem
 from backlight.doctor.localise import diagonals
+from backlight.doctor.report.words import counted
 from backlight.doctor.subject import Subject
 from backlight.reference import oracle
 
@@ -48,8 +49,8 @@ class Recovered:
             if count:
                 found = diagonals(cells, offset)
                 first = ", ".join(map(str, list(found)[:3]))
-                place = f"all at i-j = {first}" if len(found) <= 3 else f"on {len(found)} diagonals"
-                words.append(f"{count} {kind} cells, {place}")
+                place = f"{'all ' if count > 1 else ''}at i-j = {first}" if len(found) <= 3 else f"on {len(found)} diagonals"
+                words.append(f"{counted(count, f'{kind} cell')}, {place}")
         return "; ".join(words)
 
 

@@ -38,9 +38,7 @@ def backward(
     call: Call, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]
 ) -> dict[str, Tensor]:
     inputs = {"dq": call.q, "dk": call.k, "dv": call.v, "dgate": call.gate}
-    out = {
-        name: torch.empty_like(x, dtype=call.output_dtype) for name, x in inputs.items() if name in needs and x is not None
-    }
+    out = {name: torch.empty_like(x, dtype=call.output_dtype) for name, x in inputs.items() if name in needs and x is not None}
     parameters = {"dbias": call.bias, "dsink": call.sink, "dtau": call.tau}
     sums = {
         name: torch.zeros_like(x, dtype=call.accumulator_dtype)

@@ -89,6 +89,11 @@ def _ones_where_empty(s, lse, n):
     return torch.where(n == 0, 1.0, STAGES["p"].compute(s, lse))
 
 
+def _all_where_empty(p, tau, n, visible):
+    """Where a row sees nothing, the fill makes every key a survivor, and its dp counts."""
+    return STAGES["m"].compute(p, tau, n, visible | (n == 0))
+
+
 def _unguarded(s, lse):
     return torch.exp(s - lse[:, None])
 
@@ -192,13 +197,19 @@ def _leak_backward(call: Call) -> list[Mutant]:
 
 
 def _last_segment(call: Call) -> list[Mutant]:
+    """lse of the sequence is 0 with the rest, or comes from somewhere else and is right."""
     last = call.segments()[-1]
 
     def finish(outputs: Outputs, _: Call) -> Outputs:
         rows = {n: zeroed(outputs[n], slice(last.q0, None)) for n in ("y", "dq", "dgate") if n in outputs}
         return outputs | rows | {n: zeroed(outputs[n], slice(last.k0, None)) for n in ("dk", "dv") if n in outputs}
 
-    return [Mutant(finish=finish)]
+    def finish_lse(outputs: Outputs, call: Call) -> Outputs:
+        lse = outputs["lse"].clone()
+        lse[..., last.q0 :] = 0
+        return finish(outputs, call) | {"lse": lse}
+
+    return [Mutant(finish=finish_lse), Mutant(finish=finish)]
 
 
 def _short_segments(capped, bias, column, visible):
@@ -219,7 +230,7 @@ DEFECTS = [
         "p (bwd)",
         "I2 and I3 fail, I1 holds; weights above the diagonal in the backward",
         "mutant; tomography of the backward's weights",
-        "Set keys after the last row's position to large values: dq of earlier rows must change if this is right.",
+        "Change the last key: dq of the first rows, which cannot see it, must change too.",
         needs=causal,
         variants=lambda call: [Mutant(sees_backward=without_causal(call))],
         demo=CAUSAL,
@@ -232,7 +243,7 @@ DEFECTS = [
         "p (bwd)",
         "I2 and I3 fail; holes at i - j = 0 in the backward's weights",
         "mutant",
-        "Turn > into >= in the backward's mask.",
+        "Turn > into >= in the backward's mask: the comparison must turn healthy.",
         needs=causal,
         variants=lambda call: [Mutant(backward={"s": _strict(call)})],
         demo=CAUSAL,
@@ -300,9 +311,23 @@ DEFECTS = [
         "Add 1 to every v: the wrong rows must move by 1.",
         needs=empty_rows,
         variants=always(
-            Mutant(forward={"s": _finite_fill}, backward={"s": _finite_fill}),
-            Mutant(forward={"s": _finite_fill}, backward={"p": _ones_where_empty}),
+            Mutant(forward={"s": _finite_fill}, backward={"s": _finite_fill, "m": _all_where_empty}),
+            Mutant(forward={"s": _finite_fill}, backward={"p": _ones_where_empty, "m": _all_where_empty}),
         ),
+        demo=CAUSAL | {"sk": 100},
+    ),
+    Defect(
+        "empty-rows-lse",
+        "lse of rows that see no key is {detail}, not -inf: who merges partial results by lse has to know",
+        "a convention; the maximum and the sum of an empty row are stored as they were initialised, or lse is clamped",
+        "masks",
+        "lse",
+        "lse is not -inf in rows without visible keys; everything else is right",
+        "spec law: o = 0, lse = -inf, gradients 0 there",
+        "Give those rows one visible key: the comparison must turn healthy.",
+        needs=empty_rows,
+        broken="empty_lse",
+        severity="note",
         demo=CAUSAL | {"sk": 100},
     ),
     Defect(

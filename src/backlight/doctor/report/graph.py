@@ -1,7 +1,8 @@
 """The stage graph as a picture: fill is the local error, the ring the global one, so an inherited error looks inherited.
 
 Edges are read off the signatures in `reference/trace.py`; stages that are not rows of a report (x, capped, m, a, ...) are
-passed through, so the drawing stays true when the formulas change.
+passed through, so the drawing stays true when the formulas change. The backward recomputes the weights, so they have a box of
+their own, `p (bwd)`, and gradients hang on that one.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from markupsafe import Markup
 from backlight.doctor.report import words
 from backlight.doctor.report.model import STAGE_ORDER, Report, StageRow
 from backlight.doctor.report.svg import drawing, join, label, tag
-from backlight.reference.trace import STAGES
+from backlight.reference.trace import BACKWARD, STAGES, Stage
 
 INPUTS = {"q": "q", "k": "k", "v": "v", "dy": "dO"}
 TERMS = {"dbias": "bias", "dtau": "tau", "dsink": "sink", "dgate": "gate"}
-SEVERITY = ("unseen", "ok", "precision", "inherited", "suspect", "culprit")
+RECOMPUTED = {"p": "p (bwd)"}
+BOXES = (*STAGE_ORDER[:4], *RECOMPUTED.values(), *STAGE_ORDER[4:])
 
 # column and lane of every box; gradients are stacked in the last column by `_places`
 COLUMNS = {
@@ -29,8 +31,9 @@ COLUMNS = {
     "lse": (2, 0.0),
     "p": (3, 0.9),
     "o": (4, 0.0),
-    "dp": (2, 3.2),
-    "delta": (4, 2.5),
+    "p (bwd)": (3, 2.0),
+    "dp": (2, 3.4),
+    "delta": (4, 2.8),
     "ds": (5, 1.9),
 }
 LAST_COLUMN = ("dgate", "dq", "dk", "dbias", "dsink", "dtau", "dv")
@@ -50,16 +53,21 @@ def edges() -> list[tuple[str, str]]:
                 yield from sources(read)
 
     return [
-        (source, name)
-        for name in STAGE_ORDER
-        for source in dict.fromkeys(source for read in STAGES[name].reads for source in sources(read))
+        (RECOMPUTED.get(source, source) if name in BACKWARD else source, name)
+        for name in BOXES
+        for source in dict.fromkeys(source for read in _formula(name).reads for source in sources(read))
     ]
+
+
+def _formula(name: str) -> Stage:
+    """The formula of a box: weights are recomputed by the one that made them."""
+    return STAGES[next((stage for stage, box in RECOMPUTED.items() if box == name), name)]
 
 
 def stage_graph(report: Report) -> Markup:
     """The graph of the stages this spec has; stages the examination could not see are hollow."""
-    rows = _rows(report)
-    places = _places([name for name in STAGE_ORDER if name in rows or name not in TERMS or report.spec.get(TERMS[name])])
+    rows = {row.name: row for row in report.stages}
+    places = _places([name for name in BOXES if name in rows or name not in TERMS or report.spec.get(TERMS[name])])
     height = 48 + max(y for _, y in places.values()) * STEP_Y
     wrong = {name for name, row in rows.items() if row.status in ("inherited", "suspect", "culprit")}
     lines = [
@@ -69,16 +77,6 @@ def stage_graph(report: Report) -> Markup:
     ]
     boxes = [_box(name, *places[name], rows.get(name)) for name in places]
     return drawing(6 * STEP_X + WIDE + 8, height + 12, join([*lines, *boxes]), "stage graph", class_="picture graph")
-
-
-def _rows(report: Report) -> dict[str, StageRow]:
-    """Row of each box; of two rows for one quantity ("p" and "p (backward)") the box shows the worse."""
-    rows: dict[str, StageRow] = {}
-    for row in report.stages:
-        name = row.name.split(" ")[0]
-        if name not in rows or SEVERITY.index(row.status) > SEVERITY.index(rows[name].status):
-            rows[name] = row
-    return rows
 
 
 def _worth_drawing(source: str, name: str) -> bool:
@@ -111,12 +109,14 @@ def _box(name: str, column: float, lane: float, row: StageRow | None) -> Markup:
     if name in INPUTS:
         shape = tag("rect", x=x, y=y + 8, width=44, height=TALL - 16, rx=13, class_="input")
         return join([shape, label(x + 22, y + TALL / 2 + 4, INPUTS[name], "input", "middle")])
-    kind, below, errors = "unseen", "not seen", ""
+    kind, below, said = "unseen", "not seen", f"{name}: the kernel does not return it"
     if row is not None:
-        kind = row.status
-        below = f"local {words.number(row.local_error, 2)}" if words.local_error_known(row) else row.status
-        errors = f", local error {words.number(row.local_error)}, global error {words.number(row.global_error)}"
-    shape = tag("rect", tag("title", f"{name}: {kind}{errors}"), x=x, y=y, width=WIDE, height=TALL, rx=9, class_=f"box {kind}")
+        kind, inferred = row.status, row.global_error is None
+        own = row.status if row.local_error is None else f"local {words.number(row.local_error, 2)}"
+        below = "inferred" if inferred else own
+        errors = f"local error {words.number(row.local_error)}, global error {words.number(row.global_error)}"
+        said = f"{name}: {kind}, {row.note if inferred else errors}"
+    shape = tag("rect", tag("title", said), x=x, y=y, width=WIDE, height=TALL, rx=9, class_=f"box {kind}")
     middle = x + WIDE / 2
     lines = [label(middle, y + 18, name, f"name {kind}", "middle"), label(middle, y + 33, below, f"sub {kind}", "middle")]
     return join([shape, *lines])

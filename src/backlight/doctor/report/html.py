@@ -37,6 +37,7 @@ def html(report: Report) -> str:
         notes=words.notes(report.recipe),
         graph=stage_graph(report) if report.stages else "",
         statuses=STATUSES,
+        stages_title="Where it goes wrong first" if report.verdict == "defect" else "Every quantity, in order",
         pictures=[_picture(picture) for picture in sorted(report.pictures, key=_calm)],
         probes=sorted(report.probes, key=lambda probe: {False: 0, True: 1, None: 2}[probe.passed]),
         outcome=_outcome,
@@ -111,7 +112,7 @@ def _ulp(data: dict[str, Any]) -> tuple[str, Markup]:
 
 
 def _repeats(data: dict[str, Any]) -> tuple[str, Markup]:
-    columns = ("gradient", "distinct results", "elements that moved", "most ULP")
+    columns = ("tensor", "distinct results", "elements that moved", "most ULP")
     head = svg.tag("tr", svg.join(svg.tag("th", name) for name in columns))
     rows = [
         svg.tag(

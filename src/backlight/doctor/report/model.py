@@ -60,6 +60,12 @@ class StageRow:
     ulp_max: float | None = None
     note: str = ""
 
+    def settle_local_error(self) -> None:
+        """Forget a local error that is not the row's own: an inherited one was measured against values nobody could see."""
+        known = self.local_error is not None and self.global_error is not None
+        if self.status == "inherited" and known and not self.local_error < self.global_error / 2:  # type: ignore[operator]
+            self.local_error = None
+
 
 @dataclass
 class Finding:
@@ -95,7 +101,7 @@ class Picture:
 
     head_tile: stage "dk"; unit "rho_A"; limit 2.0 (what passes); tile 16 (rows per column); heads ["b0 h0", ...];
                values [heads][tiles], None where a cell has nothing to compare.
-    support:   stage "p (backward)"; head "b0 h2"; sq, sk; step 2 (rows and keys per picture cell); leaks 192; holes 0;
+    support:   stage "p (bwd)"; head "b0 h2"; sq, sk; step 2 (rows and keys per picture cell); leaks 192; holes 0;
                cells [rows][keys] of 0 masked and zero, 1 visible and filled, 2 leak (must be zero), 3 hole (must not be).
     ulp:       edges [0, 1, 2, 4, ...] (ULP of the output dtype, the last bin is open); counts {"dq": [...], ...}, one count
                per edge.

@@ -114,8 +114,9 @@ def _stages(rows: list[StageRow]) -> RenderableType:
 def _note(row: StageRow) -> Text:
     note = Text()
     if row.nonfinite:
-        note.append(f"{row.nonfinite} non-finite values", style="bold red")
-    for part in (row.note, f"gain by head {words.gains_words(row.gains)}" if words.gains_differ(row) else ""):
+        note.append(words.counted(row.nonfinite, "non-finite value"), style="bold red")
+    said = "" if row.nonfinite and "not finite" in row.note else row.note
+    for part in (said, f"gain by head {words.gains_words(row.gains)}" if words.gains_differ(row) else ""):
         if part:
             note.append(("; " if note else "") + part)
     return note

@@ -34,6 +34,11 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{digits - 1}e}"
 
 
+def counted(count: int, thing: str) -> str:
+    """'1 value', '2 values'."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 def ratio(value: float | None) -> str:
     """A ratio needs two digits."""
     return number(value, 2)
@@ -57,13 +62,6 @@ def duration(seconds: float) -> str:
 def gains_differ(row: StageRow) -> bool:
     """Whether heads have different gains: then the vector is worth more than the mean."""
     return not all(abs(value - row.gains[0]) <= GAIN_SPREAD for value in row.gains)
-
-
-def local_error_known(row: StageRow) -> bool:
-    """Whether the local error says something: an inherited one equal to the global error was taken without its inputs."""
-    if row.local_error is None:
-        return False
-    return row.status != "inherited" or row.global_error is None or row.local_error < row.global_error / 2
 
 
 def gains_words(gains: Sequence[float], most: int = 16) -> str:

@@ -1,0 +1,113 @@
+"""One node of the autograd graph per rank: a strategy forward and backward, gradients of learned terms summed over the mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from backlight.call import Call
+from backlight.distributed.communicator import Communicator
+from backlight.spec import AttentionSpec
+
+GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink", "dtau", "dgate")
+LEARNED = ("dbias", "dsink", "dtau")
+
+
+class Strategy(Protocol):
+    """What `ring.Ring` and `heads.AllToAll` are. `forward` names the tensors to keep, `backward` gets them back in a call."""
+
+    @property
+    def communicator(self) -> Communicator: ...
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor, list[Tensor | None]]: ...
+
+    def backward(
+        self, call: Call, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]
+    ) -> dict[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a call has besides its differentiable tensors."""
+
+    spec: AttentionSpec
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    deterministic: bool
+    sum_learned: bool
+
+    def call(self, tensors: tuple[Tensor | None, ...]) -> Call:
+        q, k, v, bias, sink, tau, gate = tensors
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        cu_q, cu_k = self.cu_seqlens_q, self.cu_seqlens_k
+        return Call(self.spec, q, k, v, bias, sink, tau, gate, cu_q, cu_k, self.deterministic)
+
+
+def run(strategy: Strategy, call: Call, sum_learned: bool) -> tuple[Tensor, Tensor]:
+    """(y, lse) of this rank's rows, differentiable."""
+    options = Options(call.spec, call.cu_seqlens_q, call.cu_seqlens_k, call.deterministic, sum_learned)
+    tensors = (call.q, call.k, call.v, call.bias, call.sink, call.tau, call.gate)
+    return _ContextAttention.apply(strategy, options, *tensors)
+
+
+def backward(
+    strategy: Strategy,
+    options: Options,
+    kept: tuple[Tensor | None, ...],
+    dy: Tensor,
+    dlse: Tensor | None,
+    needs: frozenset[str],
+) -> dict[str, Tensor]:
+    """All gradients of this rank, learned terms summed over the mesh where asked for."""
+    *tensors, y, lse, u = kept
+    assert y is not None
+    assert lse is not None
+    found = strategy.backward(options.call(tuple(tensors)), y, lse, u, dy, dlse, needs)
+    learned = [name for name in LEARNED if name in needs]
+    if learned and options.sum_learned and strategy.communicator.world > 1:
+        flat = torch.cat([found[name].reshape(-1) for name in learned])
+        strategy.communicator.all_reduce(flat, "backward, gradients of learned terms")
+        sizes = [found[name].numel() for name in learned]
+        found |= {name: part.view_as(found[name]) for name, part in zip(learned, flat.split(sizes), strict=True)}
+    return found
+
+
+class _ContextAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, strategy: Strategy, options: Options, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        y, lse, kept = strategy.forward(options.call(tensors))
+        ctx.save_for_backward(*kept)
+        ctx.strategy, ctx.options = strategy, options
+        # shapes, dtypes and strides of the inputs; all-to-all does not keep the tensors themselves
+        ctx.inputs = [None if x is None else torch.empty_like(x, device="meta") for x in tensors]
+        ctx.y = torch.empty_like(y, device="meta")
+        return y, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        kept = ctx.saved_tensors
+        if dy is None:
+            # others may wait for what this rank knows about their keys
+            dy = torch.zeros_like(ctx.y, device=kept[0].device)
+        needs = frozenset(name for name, need in zip(GRADIENTS, ctx.needs_input_grad[2:], strict=True) if need)
+        found = backward(ctx.strategy, ctx.options, kept, dy, dlse, needs)
+        used = [
+            _like(found[name], like) if name in needs and like is not None else None
+            for name, like in zip(GRADIENTS, ctx.inputs, strict=True)
+        ]
+        return None, None, *used
+
+
+def _like(gradient: Tensor, like: Tensor) -> Tensor:
+    """In the dtype and strides of the input."""
+    if gradient.dtype == like.dtype and gradient.stride() == like.stride():
+        return gradient
+    return torch.empty_like(like, device=gradient.device).copy_(gradient)

@@ -1,0 +1,157 @@
+"""Before anything is sent: do all ranks mean the same call? Whatever differs becomes one sentence, the same on every rank."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from backlight.call import DTYPES, Call, read_cu_seqlens
+from backlight.distributed.communicator import Communicator
+from backlight.distributed.layout import LAYOUTS, lengths
+
+STEP = "options check"
+ABSENT = -(1 << 62)
+STRATEGIES = ("auto", "ring", "all_to_all")
+
+
+@dataclass(frozen=True)
+class Field:
+    """One thing ranks must agree on, as an integer on the wire and as words in a message."""
+
+    name: str
+    read: Callable[[Call, Settings], Any]
+    words: Callable[[int], str] = str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a context adds to a call."""
+
+    layout: str
+    strategy: str
+    sum_learned: bool
+    backend: str | None
+
+
+def _optional(value: int | None) -> int:
+    return ABSENT if value is None else value
+
+
+def _optional_words(number: int) -> str:
+    return "None" if number == ABSENT else str(number)
+
+
+def _bits(value: float | None) -> int:
+    return ABSENT if value is None else struct.unpack("<q", struct.pack("<d", value))[0]
+
+
+def _bits_words(number: int) -> str:
+    return "None" if number == ABSENT else f"{struct.unpack('<d', struct.pack('<q', number))[0]:g}"
+
+
+def _flag_words(number: int) -> str:
+    return "given" if number else "not given"
+
+
+def _text(value: object) -> int:
+    return zlib.crc32(repr(value).encode())
+
+
+def _gradients(call: Call, _: Settings) -> int:
+    inputs = (call.q, call.k, call.v, call.bias, call.sink, call.tau, call.gate)
+    return sum((x is not None and x.requires_grad) << place for place, x in enumerate(inputs)) * torch.is_grad_enabled()
+
+
+def _gradients_words(number: int) -> str:
+    names = ("q", "k", "v", "bias", "sink", "tau", "gate")
+    return " ".join(name for place, name in enumerate(names) if number >> place & 1) or "nothing"
+
+
+FIELDS = (
+    Field("the batch size", lambda c, s: c.q.shape[0]),
+    Field("the heads of q", lambda c, s: c.q.shape[1]),
+    Field("the heads of k", lambda c, s: c.k.shape[1]),
+    Field("the head dimension of q", lambda c, s: c.q.shape[3]),
+    Field("the head dimension of v", lambda c, s: c.v.shape[3]),
+    Field("dtype", lambda c, s: DTYPES.index(c.q.dtype), lambda n: str(DTYPES[n])),
+    Field("causal", lambda c, s: int(c.spec.causal), lambda n: str(bool(n))),
+    Field("window left", lambda c, s: _optional(c.spec.window[0]), _optional_words),
+    Field("window right", lambda c, s: _optional(c.spec.window[1]), _optional_words),
+    Field("scale", lambda c, s: _bits(c.scale), _bits_words),
+    Field("softcap", lambda c, s: _bits(c.spec.softcap), _bits_words),
+    Field("the length of bias", lambda c, s: _optional(None if c.bias is None else c.bias.shape[1]), _optional_words),
+    Field("bias_origin", lambda c, s: c.spec.bias_origin),
+    Field("sink", lambda c, s: int(c.spec.sink), _flag_words),
+    Field("tau", lambda c, s: int(c.spec.tau), _flag_words),
+    Field("gate", lambda c, s: int(c.spec.gate), _flag_words),
+    Field("cu_seqlens_q", lambda c, s: _text(borders(c)[0]), lambda n: f"values with checksum {n:08x}"),
+    Field("cu_seqlens_k", lambda c, s: _text(borders(c)[1]), lambda n: f"values with checksum {n:08x}"),
+    Field("deterministic", lambda c, s: int(c.deterministic), lambda n: str(bool(n))),
+    Field("the inputs that require gradients", _gradients, _gradients_words),
+    Field("layout", lambda c, s: tuple(LAYOUTS).index(s.layout), lambda n: tuple(LAYOUTS)[n]),
+    Field("strategy", lambda c, s: STRATEGIES.index(s.strategy), lambda n: STRATEGIES[n]),
+    Field("sum_learned", lambda c, s: int(s.sum_learned), lambda n: str(bool(n))),
+    Field("backend", lambda c, s: _text(s.backend), lambda n: f"a name with checksum {n:08x}"),
+)
+
+
+def borders(call: Call) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Values of cu_seqlens, which name the whole packed sequence, not this rank's shard."""
+    if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
+        return None, None
+    cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
+    return read_cu_seqlens("cu_seqlens_q", cu_q, None), read_cu_seqlens("cu_seqlens_k", cu_k, None)
+
+
+def signature(call: Call, settings: Settings) -> tuple[int, ...]:
+    """The call as numbers: what must agree, then the lengths of this rank's shard."""
+    agreed = tuple(int(field.read(call, settings)) for field in FIELDS)
+    return (*agreed, call.q.shape[2], call.k.shape[2])
+
+
+def refuse(communicator: Communicator) -> None:
+    """Tell the others that this rank's own arguments were wrong; it raises its own error afterwards."""
+    communicator.gather_numbers([1] + [0] * (len(FIELDS) + 2), STEP)
+
+
+def agree(communicator: Communicator, mine: tuple[int, ...], call: Call, layout: str) -> tuple[int, int]:
+    """(Sq, Sk) of the whole problem, if all ranks show the same options and fitting shards; else one error on all."""
+    rows = communicator.gather_numbers([0, *mine], STEP)
+    refused = [rank for rank, row in enumerate(rows) if row[0]]
+    if refused:
+        raise ValueError(f"context parallel: {_ranks(refused)} refused the call; see the message there")
+    for place, field in enumerate(FIELDS):
+        values = [row[1 + place] for row in rows]
+        if len(set(values)) > 1:
+            shown = ", ".join(f"rank {rank} has {field.words(value)}" for rank, value in enumerate(values))
+            raise ValueError(f"context parallel: ranks disagree on {field.name}: {shown}")
+    sq, sk = (tuple(row[place] for row in rows) for place in (-2, -1))
+    cu_q, cu_k = borders(call)
+    _check_lengths("q", sq, cu_q, layout)
+    _check_lengths("k", sk, cu_k, layout)
+    return sum(sq), sum(sk)
+
+
+def _check_lengths(name: str, held: tuple[int, ...], cu_seqlens: tuple[int, ...] | None, layout: str) -> None:
+    world = len(held)
+    whole = sum(held) if cu_seqlens is None else cu_seqlens[-1]
+    wanted = lengths(layout, whole, world)
+    if held != wanted:
+        source = "" if cu_seqlens is None else f", the end of cu_seqlens_{name}"
+        raise ValueError(
+            f"context parallel: shards of {name} must have {_list(wanted)} positions on ranks 0 to {world - 1} "
+            f"(layout {layout}, {whole} in all{source}), got {_list(held)}"
+        )
+
+
+def _list(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

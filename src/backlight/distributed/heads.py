@@ -1,0 +1,122 @@
+"""All-to-all: for the time of one call, heads are sharded instead of the sequence.
+
+Every rank sends to rank r the heads that are r's, and receives the whole sequence for its own heads; the backend then computes
+an ordinary call, and the results go back the same way. Exact to the bit, since no sum is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from backlight import registry
+from backlight.call import Call
+from backlight.distributed.blocks import Shards
+from backlight.distributed.communicator import Communicator
+from backlight.distributed.layout import Range, cut, place
+from backlight.distributed.rows import stored
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Strategy "all_to_all" for one sharded problem. Kept for the backward: the tensors of this rank's heads."""
+
+    communicator: Communicator
+    shards: Shards
+    backend: str | None
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """(y, lse, what the backward needs) of this rank's rows."""
+        sent = [x for x in (call.q, call.gate, call.k, call.v) if x is not None]
+        received = self._to_heads(sent, self._sides(call), "forward, sequence to heads")
+        q, *gate, k, v = received
+        bias, sink, tau = (self._own_heads(x) for x in (call.bias, call.sink, call.tau))
+        own = replace(call, q=q, k=k, v=v, bias=bias, sink=sink, tau=tau, gate=gate[0] if gate else None, _segments=None)
+        y, lse, u = registry.choose(own, self.backend).forward(own, True)
+        (y_rows,) = self._to_rows([y], ["rows"], "forward, heads to sequence")
+        (lse_rows,) = self._to_rows([lse[..., None]], ["rows"], "forward, lse")
+        return stored(y_rows, call.q), lse_rows[..., 0], [own.q, own.k, own.v, bias, sink, tau, own.gate, y, lse, u]
+
+    def backward(
+        self, call: Call, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]
+    ) -> dict[str, Tensor]:
+        """The gradients in `needs` of this rank's rows and keys; those of bias, sink and tau for this rank's heads, else 0."""
+        (dy,) = self._to_heads([dy], ["rows"], "backward, dy to heads")
+        if dlse is not None:
+            dlse = self._to_heads([dlse[..., None]], ["rows"], "backward, dlse to heads")[0][..., 0]
+        found = registry.choose(call, self.backend).backward(call, y, lse, u, dy, dlse, needs)
+        sides = {"dq": "rows", "dgate": "rows", "dk": "keys", "dv": "keys"}
+        names = [name for name in sides if name in found]
+        rows = self._to_rows([found[name] for name in names], [sides[name] for name in names], "backward, heads to sequence")
+        out = dict(zip(names, rows, strict=True))
+        for name in found.keys() - out.keys():
+            total = found[name].new_zeros(found[name].shape[0] * self.shards.world, *found[name].shape[1:])
+            total[self._heads(len(total))] = found[name]
+            out[name] = total.to(call.accumulator_dtype)
+        return out
+
+    @staticmethod
+    def _sides(call: Call) -> list[str]:
+        return ["rows", *(["rows"] if call.gate is not None else []), "keys", "keys"]
+
+    def _heads(self, heads: int, rank: int | None = None) -> slice:
+        rank = self.communicator.rank if rank is None else rank
+        own = heads // self.shards.world
+        return slice(rank * own, (rank + 1) * own)
+
+    def _own_heads(self, parameter: Tensor | None) -> Tensor | None:
+        return None if parameter is None else parameter[self._heads(len(parameter))]
+
+    def _ranges(self, side: str, rank: int) -> tuple[Range, ...]:
+        return self.shards.rows(rank) if side == "rows" else self.shards.keys(rank)
+
+    def _length(self, side: str, rank: int | None = None) -> int:
+        if rank is None:
+            return self.shards.sq if side == "rows" else self.shards.sk
+        return self.shards.n_rows(rank) if side == "rows" else self.shards.n_keys(rank)
+
+    def _to_heads(self, tensors: Sequence[Tensor], sides: Sequence[str], step: str) -> list[Tensor]:
+        """[B, H, own S, D] -> [B, H / world, S, D], the whole sequence in its own order. One message per pair of ranks."""
+        world = self.shards.world
+        both = list(zip(tensors, sides, strict=True))
+        sent = [_flat([x[:, self._heads(x.shape[1], peer)] for x in tensors]) for peer in range(world)]
+        shapes = [[self._shape(x, side, x.shape[1] // world, peer) for x, side in both] for peer in range(world)]
+        received = [sent[0].new_empty(sum(map(_size, of_peer))) for of_peer in shapes]
+        self.communicator.all_to_all(sent, received, step)
+        out = [x.new_empty(self._shape(x, side, x.shape[1] // world)) for x, side in both]
+        for peer in range(world):
+            for whole, side, part in zip(out, sides, _unflat(received[peer], shapes[peer]), strict=True):
+                place(whole, 2, self._ranges(side, peer), part)
+        return out
+
+    def _to_rows(self, tensors: Sequence[Tensor], sides: Sequence[str], step: str) -> list[Tensor]:
+        """[B, H / world, S, D] -> [B, H, own S, D]: the inverse of `_to_heads`."""
+        if not tensors:
+            return []
+        world, rank = self.shards.world, self.communicator.rank
+        both = list(zip(tensors, sides, strict=True))
+        sent = [_flat([cut(x, 2, self._ranges(side, peer)) for x, side in both]) for peer in range(world)]
+        shapes = [self._shape(x, side, x.shape[1], rank) for x, side in both]
+        received = [sent[0].new_empty(sum(map(_size, shapes))) for _ in range(world)]
+        self.communicator.all_to_all(sent, received, step)
+        by_peer = [_unflat(flat, shapes) for flat in received]
+        return [torch.cat(heads, dim=1) for heads in zip(*by_peer, strict=True)]
+
+    def _shape(self, x: Tensor, side: str, heads: int, rank: int | None = None) -> tuple[int, ...]:
+        """[B, heads, S, D] of a tensor, S of the whole sequence or of a rank's shard."""
+        return x.shape[0], heads, self._length(side, rank), x.shape[3]
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([x.reshape(-1) for x in tensors])
+
+
+def _size(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _unflat(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    return [part.view(tuple(shape)) for part, shape in zip(flat.split([_size(s) for s in shapes]), shapes, strict=True)]

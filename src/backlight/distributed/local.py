@@ -1,0 +1,118 @@
+"""One block of a sharded problem, computed by whichever backend can: the only place that calls one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from backlight import registry
+from backlight.call import Call, Part
+from backlight.distributed.blocks import Block
+from backlight.errors import Unsupported
+from backlight.registry import Backend
+from backlight.spec import packed_segments
+
+NO_PARTS = "cannot compute parts of an elastic softmax, which tau under context parallel with strategy 'ring' needs"
+ROUNDED = "rounds the parts of a softmax before they are merged; it runs under context parallel when it is named"
+# v of a forward that is run for its lse alone: as narrow as every backend takes it
+NARROW = 8
+
+
+def backend_for(call: Call, name: str | None) -> Backend:
+    """The named backend or the first that can run the call.
+
+    One that does not know parts would get elastic ones wrong and is never asked for them; others it would round, which is for
+    the caller to choose.
+    """
+    if call.part is None:
+        return registry.choose(call, name)
+    elastic = call.part.lse is not None
+    refused = {}
+    for candidate in registry.names() if name is None else (name,):
+        backend = registry.get(candidate)
+        reasons = backend.available() or backend.why_not(call)
+        if not reasons and not getattr(backend, "parts", False) and (elastic or name is None):
+            reasons = (NO_PARTS if elastic else ROUNDED,)
+        if not reasons:
+            return backend
+        refused[candidate] = reasons
+    raise Unsupported(refused)
+
+
+def check_backend(call: Call, name: str | None, whole: bool) -> None:
+    """Raises `Unsupported` before anything is sent.
+
+    whole: heads are traded, so that the call is run as it is. Else in blocks, which differ from it in lengths and windows, and
+    in the sink, which is added once per row.
+    """
+    if whole:
+        registry.choose(call, name)
+        return
+    elastic = call.tau is not None
+    lse = call.q.new_empty(call.q.shape[:3], dtype=call.accumulator_dtype, device="meta") if elastic else None
+    spec = call.spec.replace(sink=elastic and call.spec.sink)
+    backend_for(replace(call, spec=spec, sink=call.sink if spec.sink else None, part=Part(lse, lse)), name)
+
+
+def block_call(call: Call, block: Block, k: Tensor, v: Tensor, *, gate: bool, part: Part) -> Call:
+    """The block as a call of its own. Sink and gate act once per row, on the whole: they come along only where stated.
+
+    gate: the backward of a block needs it to turn dy into do. The sink comes along with tau, where it tells that a single
+    visible key does not have all the weight.
+    """
+    rows = slice(block.q0, block.q1)
+    elastic = part.lse is not None
+    if elastic:
+        assert part.lse is not None
+        assert part.n is not None
+        part = Part(part.lse[:, :, rows].contiguous(), part.n[rows])
+    gated = gate and call.gate is not None
+    spec = block.spec.replace(tau=elastic, sink=elastic and call.sink is not None, gate=gated)
+    packed = block.cu_q is not None and block.cu_k is not None
+    return Call(
+        spec,
+        call.q[:, :, rows],
+        k[:, :, block.k0 : block.k1],
+        v[:, :, block.k0 : block.k1],
+        call.bias if spec.bias else None,
+        call.sink if spec.sink else None,
+        call.tau if spec.tau else None,
+        call.gate[:, :, rows] if gated and call.gate is not None else None,
+        _borders(block.cu_q, call.q.device) if packed else None,
+        _borders(block.cu_k, call.q.device) if packed else None,
+        call.deterministic,
+        part,
+        packed_segments(block.cu_q, block.cu_k) if packed else None,  # type: ignore[arg-type]
+    )
+
+
+def block_forward(call: Call, name: str | None, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(o, lse, u) of a block."""
+    return backend_for(call, name).forward(call, save_u)
+
+
+def block_lse(call: Call, name: str | None) -> Tensor:
+    """lse of a block whose v is not at hand: the first columns of k stand in for it."""
+    return block_forward(call, name)[1]
+
+
+def block_backward(
+    call: Call, name: str | None, lse: Tensor, delta: Tensor, dy: Tensor, needs: frozenset[str]
+) -> dict[str, Tensor]:
+    """dq, dk, dv and dbias of a block, of those in `needs`, from the lse and delta (eq. 20, less dlse) of the whole rows.
+
+    A backend forms delta as y . dy - dlse: with y = 0 and dlse = -delta it is the one given (eq. 44).
+    """
+    if not call.spec.bias:
+        needs -= {"dbias"}
+    y = dy.new_zeros(1).expand(dy.shape)
+    u = y if call.tau is not None else None
+    return backend_for(call, name).backward(call, y, lse.contiguous(), u, dy, -delta, needs)
+
+
+@lru_cache(maxsize=512)
+def _borders(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(cu_seqlens, dtype=torch.int32, device=device)

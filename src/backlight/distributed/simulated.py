@@ -1,0 +1,102 @@
+"""`backlight.attention` on whole tensors, computed by ranks that each see their own shard only.
+
+For tests, for the doctor, and to run a sharded problem on one GPU. An autograd graph of each rank would have to wait for the
+others inside one backward thread, so forward and backward of all ranks are one node here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from backlight import api
+from backlight.distributed import autograd
+from backlight.distributed.autograd import GRADIENTS, LEARNED, Options, Strategy
+from backlight.distributed.context import ContextParallel
+from backlight.distributed.layout import assemble
+from backlight.distributed.simulation import Simulated, simulate
+
+SEQUENCE = 2
+ALONG_SEQUENCE = ("q", "k", "v", "gate")
+
+
+def simulated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    world: int = 2,
+    layout: str = "zigzag",
+    strategy: str = "auto",
+    backend: str | None = None,
+    return_lse: bool = False,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    tau: Tensor | None = None,
+    gate: Tensor | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`backlight.attention`, or with cu_seqlens `backlight.attention_varlen`, by `world` ranks as threads of this process.
+
+    It shows that a sharded call is right, not how fast it is: the ranks share one device. Other keywords as in `attention`.
+    """
+    packed = cu_seqlens_q is not None
+    if packed:
+        q, k, v, gate = (None if x is None else x.transpose(0, 1)[None] for x in (q, k, v, gate))  # type: ignore[assignment]
+        options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k}
+    how = (world, layout, strategy, backend, options)
+    y, lse = _SimulatedAttention.apply(how, q, k, v, bias, sink, tau, gate)
+    if packed:
+        y, lse = y[0].transpose(0, 1), lse[0]
+    return (y, lse) if return_lse else y
+
+
+class _SimulatedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, how: tuple[Any, ...], *whole: Tensor | None) -> tuple[Tensor, Tensor]:
+        world, layout, strategy, backend, options = how
+        inputs = dict(zip(("q", "k", "v", "bias", "sink", "tau", "gate"), whole, strict=True))
+
+        def forward_of(rank: Simulated) -> tuple[Strategy, Options, list[Tensor | None], Tensor, Tensor]:
+            context = ContextParallel(rank, layout, strategy)
+            own = {n: context.shard(x, SEQUENCE) if x is not None and n in ALONG_SEQUENCE else x for n, x in inputs.items()}
+            tensors = tuple(own.pop(name) for name in ("q", "k", "v"))
+            chosen, call, _ = context.prepare(api._bind, tensors, options | own, backend)
+            with torch.no_grad():
+                y, lse, kept = chosen.forward(call)
+            fixed = Options(call.spec, call.cu_seqlens_q, call.cu_seqlens_k, call.deterministic, sum_learned=True)
+            return chosen, fixed, kept, y, lse
+
+        ctx.ranks = simulate(world, forward_of)
+        ctx.layout = layout
+        ctx.set_materialize_grads(False)
+        return assemble([rank[3] for rank in ctx.ranks], SEQUENCE, layout), assemble([rank[4] for rank in ctx.ranks], 2, layout)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        needs = frozenset(name for name, need in zip(GRADIENTS, ctx.needs_input_grad[1:], strict=True) if need)
+
+        def backward_of(rank: Simulated) -> dict[str, Tensor]:
+            strategy, options, kept, y, _ = ctx.ranks[rank.rank]
+            context = ContextParallel(rank, ctx.layout)
+            own_dy = torch.zeros_like(y) if dy is None else context.shard(dy, SEQUENCE)
+            own_dlse = None if dlse is None else context.shard(dlse, SEQUENCE)
+            # the threads of the forward are gone, and so are their letter boxes
+            strategy = type(strategy)(rank, strategy.shards, strategy.backend)  # type: ignore[attr-defined,call-arg]
+            with torch.no_grad():
+                return autograd.backward(strategy, options, tuple(kept), own_dy, own_dlse, needs)
+
+        found = simulate(len(ctx.ranks), backward_of)
+        return None, *(
+            _whole(name, [own.get(name) for own in found], ctx.layout) if name in needs else None for name in GRADIENTS
+        )
+
+
+def _whole(name: str, parts: list[Any], layout: str) -> Tensor:
+    return parts[0] if name in LEARNED else assemble(parts, SEQUENCE, layout)

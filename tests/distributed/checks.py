@@ -1,0 +1,365 @@
+"""What every rank of a Gloo world runs, in step with the others; `world.py` starts them, `test_gloo.py` reads the results.
+
+A check is a function of `Rank`. It may compare on any rank; comparisons with the oracle are made on rank 0 alone, since the
+float64 truth costs as much as everything else together.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+import backlight
+from backlight.cases import BF16, BY_NAME, DTYPE_NAMES, FP32, SINGLES, TOGETHER, Problem
+from backlight.distributed import ContextParallel, context_parallel
+from backlight.doctor import Subject, assert_healthy
+from backlight.nn import LazyAttention
+from backlight.spec import AttentionSpec
+from gate import judge
+from running import canonical, leaves, options
+
+# packed tensors are [T, H, D], batched ones [B, H, S, D]
+PACKED_SEQUENCE, SEQUENCE = 0, 2
+ALONG_SEQUENCE = ("q", "k", "v", "gate")
+TIMEOUT = 100.0
+
+CHECKS: dict[str, Callable[[Rank], None]] = {}
+WORLDS: dict[str, tuple[int, ...]] = {}
+SLOW: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process: its number, the size of the world and the mesh over all of it."""
+
+    number: int
+    world: int
+    mesh: DeviceMesh
+
+    def context(self, **settings: object) -> ContextParallel:
+        return ContextParallel(self.mesh, **({"timeout": TIMEOUT} | settings))
+
+
+def check(worlds: tuple[int, ...], name: str | None = None, slow: bool = False) -> Callable:
+    def register(function: Callable[[Rank], None]) -> Callable[[Rank], None]:
+        key = name or function.__name__
+        CHECKS[key], WORLDS[key] = function, worlds
+        SLOW.update([key] if slow else [])
+        return function
+
+    return register
+
+
+# --- every variant against the oracle ----------------------------------------------------------------------------------------
+
+
+def run_sharded(problem: Problem, context: ContextParallel, **changes: object) -> dict[str, Tensor]:
+    """y, lse and gradients of the whole problem, canonical layout, computed from this rank's shard and gathered."""
+    call = problem.call
+    dim = PACKED_SEQUENCE if call.varlen else SEQUENCE
+    whole = leaves(call, requires_grad=False)
+    own = {n: context.shard(x, dim).clone() if n in ALONG_SEQUENCE else x.clone() for n, x in whole.items()}
+    own = {n: x.requires_grad_() for n, x in own.items()}
+    keywords = options(call) | {"return_lse": True, "context": context} | changes
+    if call.varlen:
+        y, lse = backlight.attention_varlen(**own, cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k, **keywords)
+        dy, dlse = problem.dy[0].transpose(0, 1), None if problem.dlse is None else problem.dlse[0]
+    else:
+        y, lse = backlight.attention(**own, **keywords)
+        dy, dlse = problem.dy, problem.dlse
+    lse_dim = lse.dim() - 1
+    outputs, incoming = [y], [context.shard(dy, dim)]
+    if dlse is not None:
+        outputs.append(lse)
+        incoming.append(context.shard(dlse, lse_dim))
+    found = dict(zip(own, torch.autograd.grad(outputs, list(own.values()), incoming), strict=True))
+    result = {"y": context.unshard(y, dim), "lse": context.unshard(lse, lse_dim)}
+    result |= {f"d{n}": context.unshard(g, dim) if n in ALONG_SEQUENCE else g for n, g in found.items()}
+    return canonical(call, result)
+
+
+def against_oracle(name: str, layout: str, strategy: str, dtype: torch.dtype, rank: Rank) -> None:
+    problem = BY_NAME[name].make(dtype)
+    result = run_sharded(problem, rank.context(layout=layout, strategy=strategy))
+    learned = [result[f"d{term}"] for term in ("bias", "sink", "tau") if f"d{term}" in result]
+    for gradient in learned:
+        first = gradient.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, gradient), "learned terms have other gradients on another rank"
+    if rank.number == 0:
+        verdict = judge(problem.call, problem.dy, problem.dlse, result)
+        assert verdict.ok, f"{name}, {layout}, {strategy}\n{verdict}"
+
+
+# variants one at a time are slow checks here; `test_simulated.py` runs them in one process by default
+for case in (*SINGLES, *TOGETHER):
+    for layout, strategy in (("zigzag", "ring"), ("contiguous", "ring"), ("zigzag", "all_to_all")):
+        for dtype in (FP32, BF16):
+            # two key heads: all-to-all has one for each of two ranks
+            worlds = (2,) if strategy == "all_to_all" else (1, 2, 4)
+            default = case in TOGETHER and (layout, dtype) == ("zigzag", FP32)
+            key = f"{case.name}; {layout}; {strategy}; {DTYPE_NAMES[dtype]}"
+            check(worlds, key, slow=not default)(functools.partial(against_oracle, case.name, layout, strategy, dtype))
+
+
+@check((2, 4))
+def strategy_by_bytes(rank: Rank) -> None:
+    """Eight heads at world 4 send less by all-to-all, at world 2 as much; with a narrow window a ring sends less."""
+    q = torch.randn(1, 8, 64, 8)
+    for window, wanted in ((None, "AllToAll" if rank.world == 4 else "Ring"), ((3, 0), "Ring")):
+        context = rank.context(layout="contiguous")
+        own = context.shard(q, SEQUENCE)
+        bind = functools.partial(backlight.api._bind, causal=True, window=window)
+        strategy, _, _ = context.prepare(bind, (own, own, own), {}, None)
+        assert type(strategy).__name__ == wanted, (window, strategy)
+
+
+# --- compositions with the rest of torch -------------------------------------------------------------------------------------
+
+
+def lazy_layer() -> LazyAttention:
+    torch.manual_seed(0)
+    return LazyAttention(16, 4, kv_heads=2, distances=6, sink=True)
+
+
+def layer_gradients(layer: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    y = run(x)
+    y.square().sum().backward()
+    found = [parameter.grad.clone() for parameter in layer.parameters()]
+    layer.zero_grad(set_to_none=True)
+    return found
+
+
+def same_as_whole(rank: Rank, wrap: Callable[[nn.Module], Callable]) -> None:
+    """A layer on this rank's shard gives the gradients of the layer on the whole sequence, summed over the ranks."""
+    layer, x = lazy_layer(), torch.randn(2, 23, 16, generator=torch.Generator().manual_seed(1))
+    whole = layer_gradients(layer, x, layer)
+    with context_parallel(rank.mesh, timeout=TIMEOUT) as context:
+        positions = context.positions(x.shape[1])
+        sharded = layer_gradients(layer, context.shard(x, 1), lambda own: wrap(layer)(own, positions=positions))
+    for (name, _), want, got in zip(layer.named_parameters(), whole, sharded, strict=True):
+        if name not in ("bias", "tau", "sink"):
+            dist.all_reduce(got)
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@check((2, 4))
+def layer_inside_the_block(rank: Rank) -> None:
+    same_as_whole(rank, lambda layer: layer)
+
+
+@check((2,))
+def activation_checkpointing(rank: Rank) -> None:
+    same_as_whole(rank, lambda layer: functools.partial(checkpoint, layer, use_reentrant=False))
+
+
+@check((2,), slow=True)
+def torch_compile(rank: Rank) -> None:
+    """The graph breaks at the communication, and only there."""
+    from torch._dynamo.testing import CompileCounter
+
+    counted = CompileCounter()
+    same_as_whole(rank, lambda layer: torch.compile(layer, backend=counted))
+    assert counted.frame_count == 2, f"{counted.frame_count} graphs: before the attention and after it"
+
+
+@check((2,))
+def checkpoint_recomputed_outside_the_block_is_an_error(rank: Rank) -> None:
+    """Without its context the recomputation would be another function; torch notices, because other tensors are saved."""
+    layer, x = lazy_layer(), torch.randn(2, 24, 16)
+    with context_parallel(rank.mesh, timeout=TIMEOUT) as context:
+        positions = context.positions(24)
+        y = checkpoint(layer, context.shard(x, 1), positions=positions, use_reentrant=False)
+    with pytest.raises(CheckpointError):
+        y.sum().backward()
+
+
+@check((4,))
+def fsdp2_on_another_dimension(rank: Rank) -> None:
+    """2 x 2: parameters sharded over 'fsdp', sequences over 'cp'. Three SGD steps equal those of one process."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "cp"))
+    plain, sharded = lazy_layer(), lazy_layer()
+    fully_shard(sharded, mesh=mesh["fsdp"])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.02) for m in (plain, sharded)]
+    generator = torch.Generator().manual_seed(2)
+    cp = mesh["cp"].get_group()
+    for _ in range(3):
+        x = torch.randn(4, 22, 16, generator=generator)
+        plain(x).square().mean().backward()
+        row = mesh["fsdp"].get_local_rank()
+        with context_parallel(mesh["cp"], timeout=TIMEOUT, sum_learned=False) as context:
+            own = context.shard(x[2 * row : 2 * row + 2], 1)
+            # FSDP averages over its rows; each rank adds its share of its row's mean
+            (sharded(own, positions=context.positions(22)).square().sum() / (2 * 22 * 16)).backward()
+        for parameter in sharded.parameters():
+            dist.all_reduce(parameter.grad.to_local(), group=cp)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, want), got in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(got.full_tensor(), want, atol=1e-5, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@check((2,))
+def dtensor(rank: Rank) -> None:
+    """DTensors sharded along the sequence in, the same out; gradients are DTensors with the values of the plain call."""
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(2, 4, 22, 8) for _ in range(3))
+    bias = torch.randn(4, 9)
+    inputs = [x.clone().requires_grad_() for x in (q, k, v, bias)]
+    y = backlight.attention(*inputs[:3], causal=True, bias=inputs[3])
+    wanted = torch.autograd.grad(y.square().sum(), inputs)
+    # a contiguous layout is what Shard(2) means
+    context = rank.context(layout="contiguous")
+    placed = [DTensor.from_local(context.shard(x, 2), rank.mesh, [Shard(2)]).requires_grad_() for x in (q, k, v)]
+    table = DTensor.from_local(bias, rank.mesh, [Replicate()]).requires_grad_()
+    out, lse = backlight.attention(*placed, causal=True, bias=table, context=context, return_lse=True)
+    assert isinstance(out, DTensor)
+    assert out.placements == (Shard(2),)
+    assert lse.shape == (2, 4, 22)
+    torch.testing.assert_close(out.full_tensor(), y.detach())
+    found = torch.autograd.grad(out.square().sum(), [*placed, table])
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got.full_tensor(), want, atol=1e-5, rtol=1e-4)
+    by_heads = [x.redistribute(placements=[Shard(1)]) for x in placed]
+    with pytest.raises(ValueError, match=r"q must be sharded as \(Shard\(dim=2\),\)"):
+        backlight.attention(*by_heads, context=context)
+
+
+@check((2,), slow=True)
+def transformers_model(rank: Rank) -> None:
+    """A small Llama with attn_implementation="backlight", inside the block, gives the loss of the whole sequence."""
+    try:
+        import transformers
+    except ImportError:
+        return
+    from backlight.integrations.transformers import register
+
+    register()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    config._attn_implementation = "backlight"
+    model = transformers.LlamaForCausalLM(config)
+    tokens = torch.randint(0, 50, (1, 24))
+    loss = nn.CrossEntropyLoss(reduction="sum")
+
+    def step(ids: Tensor, labels: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        # with a mask, transformers does not take a jump in the positions of a zigzag shard for the border of packed sequences
+        seen = torch.ones_like(ids)
+        logits = model(input_ids=ids, attention_mask=seen, position_ids=positions[None], use_cache=False).logits
+        value = loss(logits.flatten(0, 1), labels.flatten())
+        value.backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+        model.zero_grad()
+        return value.detach(), gradient
+
+    labels = torch.cat([tokens[:, 1:], torch.full((1, 1), -100)], 1)
+    wanted = step(tokens, labels, torch.arange(24))
+    with context_parallel(rank.mesh, timeout=TIMEOUT) as context:
+        found = step(context.shard(tokens, 1), context.labels(tokens, 1), context.positions(24))
+    for want, got in zip(wanted, found, strict=True):
+        dist.all_reduce(got)
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-3)
+
+
+# --- the doctor --------------------------------------------------------------------------------------------------------------
+
+
+@check((2,))
+def doctor_is_content(rank: Rank) -> None:
+    """The examination runs on both ranks in step; both must find the sharded call healthy."""
+    context = rank.context()
+
+    def forward(q, k, v, causal=False, window=None, bias=None, tau=None, sink=None):
+        own = [context.shard(x, SEQUENCE) for x in (q, k, v)]
+        y, lse = backlight.attention(
+            *own, causal=causal, window=window, bias=bias, tau=tau, sink=sink, return_lse=True, context=context
+        )
+        return context.unshard(y, SEQUENCE), context.unshard(lse, SEQUENCE)
+
+    def backward(do, q, k, v, o, lse, causal=False, window=None, bias=None, tau=None, sink=None):
+        terms = {n: x.detach().requires_grad_() for n, x in (("bias", bias), ("sink", sink), ("tau", tau)) if x is not None}
+        own = [context.shard(x, SEQUENCE).detach().requires_grad_() for x in (q, k, v)]
+        y = backlight.attention(*own, causal=causal, window=window, **terms, context=context)
+        found = torch.autograd.grad(y, [*own, *terms.values()], context.shard(do, SEQUENCE).contiguous())
+        named = dict(zip(("dq", "dk", "dv", *(f"d{n}" for n in terms)), found, strict=True))
+        return {n: context.unshard(g, SEQUENCE) if n in ("dq", "dk", "dv") else g for n, g in named.items()}
+
+    subject = Subject(forward, backward, layout="BHSD", name="context parallel")
+    for spec in (AttentionSpec(causal=True), AttentionSpec(causal=True, window=(70, None), bias=True, sink=True, tau=True)):
+        assert_healthy(subject, spec, shape=(1, 4, 136, 16), kv_heads=2)
+
+
+# --- failures ----------------------------------------------------------------------------------------------------------------
+
+
+def raises(error: type[Exception], words: str, work: Callable[[], object]) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        work()
+
+
+@check((2, 4))
+def unequal_options_are_named_everywhere(rank: Rank) -> None:
+    q = torch.randn(1, 2, 4, 8)
+    context = rank.context()
+    shown = "ranks disagree on window left: rank 0 has 0, rank 1 has 1"
+    raises(ValueError, shown, lambda: backlight.attention(q, q, q, window=(rank.number, 0), context=context))
+    assert backlight.attention(q, q, q, context=context).shape == q.shape, "the world is usable after a refusal"
+
+
+@check((2, 4))
+def wrong_shards_are_named_everywhere(rank: Rank) -> None:
+    length = 4 + (rank.number == 1)
+    q = torch.randn(1, 2, length, 8)
+    context = rank.context(layout="contiguous")
+    raises(ValueError, "shards of q must have", lambda: backlight.attention(q, q, q, context=context))
+    packed, cu = torch.randn(4, 2, 8), torch.tensor([0, 3, 9])
+    raises(
+        ValueError, "the end of cu_seqlens_q", lambda: backlight.attention_varlen(packed, packed, packed, cu, context=context)
+    )
+
+
+@check((2, 4))
+def one_rank_with_bad_arguments(rank: Rank) -> None:
+    """The rank itself says what is wrong with its arguments; the others say which rank it was."""
+    q = torch.randn(1, 2, 4, 8)
+    k = torch.randn(1, 2, 4, 7 if rank.number == 1 else 8)
+    words = "k must have the head dimension of q, 8, got 7" if rank.number == 1 else "rank 1 refused the call"
+    raises(ValueError, words, lambda: backlight.attention(q, k, k, context=rank.context()))
+
+
+@check((2, 4))
+def meshes_of_two_dimensions(rank: Rank) -> None:
+    mesh = init_device_mesh("cpu", (2, rank.world // 2), mesh_dim_names=("dp", "cp"))
+    raises(ValueError, "mesh must have one dimension, got 2", lambda: ContextParallel(mesh))
+    assert ContextParallel(mesh["cp"]).world == rank.world // 2
+
+
+@check((2,))
+def a_rank_that_does_not_come(rank: Rank) -> None:
+    """The last check of this world: after a time-out the connection is gone."""
+    q = torch.randn(1, 2, 4, 8)
+    if rank.number == 0:
+        words = "rank 0: waited for 2 s for rank 1 in step 'options check'"
+        raises(TimeoutError, words, lambda: backlight.attention(q, q, q, context=rank.context(timeout=2.0)))
+    else:
+        time.sleep(5)
+
+
+def checks_of(world: int, slow: bool) -> list[str]:
+    return [name for name, worlds in WORLDS.items() if world in worlds and (name in SLOW) == slow]
