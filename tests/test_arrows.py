@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "info": {"registry", ""},
     "bench": {"spec", "call", "errors", "config", "cases", "reference", "registry", "doctor", "info", ""},
     "demo": {"spec", "call", "reference", "doctor", "bench", "info", "nn", ""},
+    "__main__": {"cli"},
     "cli": {"demo", "doctor", "bench", "info", ""},
 }
 

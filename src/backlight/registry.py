@@ -20,6 +20,8 @@ class Backend(Protocol):
 
     name: str
     summary: str
+    # takes calls with `Call.part`: fp32 results that are still to be summed over keys elsewhere
+    parts: bool
 
     def available(self) -> tuple[str, ...]:
         """Reasons this machine cannot run the backend at all; empty = it can."""
