@@ -56,8 +56,9 @@ VARIANTS: dict[str, tuple[AttentionSpec, dict[str, Any]]] = {
 
 CPU_SHAPES, CPU_SEEDS = ((1, 4, 65, 64), (2, 4, 72, 32)), 20
 CPU_SUBJECTS = ("tiled", "sdpa:math", "sdpa:flash", "flex")
-GPU_SHAPE, GPU_SEEDS = (2, 4, 200, 64), 5
+GPU_SHAPE, GPU_SEEDS = (2, 2, 200, 64), 5
 GPU_VARIANTS = VARIANTS | {
+    "gqa": (AttentionSpec(causal=True), {"kv_heads": 2, "shape": (1, 4, 200, 64)}),
     "longer keys": (AttentionSpec(causal=True), {"sk": 260}),
     "longer rows": (AttentionSpec(causal=True), {"sk": 130}),
     "wide heads": (AttentionSpec(causal=True), {"shape": (1, 2, 129, 128)}),

@@ -20,7 +20,7 @@ from backlight.call import Call
 from backlight.spec import AttentionSpec
 
 # 128 rows x 128 keys at D <= 64: addresses that do not change in the loop are spilled, a few loads an iteration; smaller tiles
-# spill nothing and are slower (docs/hopper.md). Heads wider than 128: around the loops, and not dispatched yet
+# spill nothing and are slower (docs/hopper.md). Heads wider than 128: around the loops
 ALLOWED_SPILLS = {("_bwd_kernel", 64): 200, ("_dq_kernel", 256): 400, ("_fwd_kernel", 256): 100}
 ENTRY_REGISTERS = {"_fwd_kernel": (128, 168), "_bwd_kernel": (168,), "_dq_kernel": (168,)}
 NEEDED = {

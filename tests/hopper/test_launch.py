@@ -166,7 +166,7 @@ def test_protocol() -> None:
         (call_of(dtype=torch.float32), "dtype torch.float32 is not one of fp16, bf16"),
         (call_of(), "tensors are on cpu, not on a GPU"),
         (call_of((1, 1, 8, 20)), "head dimension 20 of q is not a multiple of 8"),
-        (call_of((1, 1, 8, 192)), "head dimension 192 of v is above 128: not yet verified on a card"),
+        (call_of((1, 1, 8, 264)), "head dimension 264 of v is above 256"),
         (call_of(softcap=1.0), "softcap is not supported"),
         (call_of(scale=-1.0), "scale must be positive, got -1"),
         (BY_NAME["bias"].make(FP16).call, "bias is not supported"),
@@ -202,7 +202,11 @@ def test_configs() -> None:
     assert config.forward_config(wide) == config.ForwardConfig(128, 2)
     assert config.backward_config(small) == config.BackwardConfig(128, 128)
     assert config.backward_config(wide) == config.BackwardConfig(64, 128)
-    assert config.backward_config(call_of((2, 4, 64, 128), causal=True)).early_wait
+    masked = config.backward_config(call_of((2, 4, 64, 128), causal=True))
+    assert masked.early_wait
+    assert masked.reverse
+    assert config.forward_config(call_of(causal=True)).pingpong
+    assert config.backward_config(call_of((2, 4, 64, 256))).wide
     with pytest.raises(ValueError, match="named barriers"):
         config.ForwardConfig(64, 3, stages=3, pingpong=True)
 

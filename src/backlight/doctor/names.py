@@ -37,6 +37,17 @@ NAMED = {
     "fa2": "the flash_attn package (CUDA)",
     "fa3": "the flash_attn_interface package, or the library BACKLIGHT_FA3 names (Hopper)",
 }
+# a captured table is pipelined through shared memory, a tile of fp32 a stage: FlexAttention's own choice does not fit
+SMALL_TILES: Any = {
+    "fwd_BLOCK_M": 64,
+    "fwd_BLOCK_N": 64,
+    "fwd_num_stages": 1,
+    "bwd_BLOCK_M1": 32,
+    "bwd_BLOCK_N1": 64,
+    "bwd_BLOCK_M2": 64,
+    "bwd_BLOCK_N2": 32,
+    "bwd_num_stages": 1,
+}
 SDPA_BACKENDS = {
     "math": "MATH",
     "flash": "FLASH_ATTENTION",
@@ -173,13 +184,14 @@ def flex(q: Tensor, k: Tensor, v: Tensor, **features: Any) -> tuple[Tensor, Tens
     sq, sk = q.shape[2], k.shape[2]
     boundaries = None if cu is None else tuple(cu.tolist())
     mask = _block_mask(asked.spec, sq, sk, boundaries, q.device) if asked.spec.masked or boundaries else None
-    attend = _flex_attention(asked.scale, asked.softcap, asked.bias_origin, sk - sq, q.shape[1] != k.shape[1], q.is_cuda)
+    grouped, small = q.shape[1] != k.shape[1], asked.bias is not None
+    attend = _flex_attention(asked.scale, asked.softcap, asked.bias_origin, sk - sq, grouped, q.is_cuda, small)
     return attend(q, k, v, asked.bias, mask)
 
 
 @cache
 def _flex_attention(
-    scale: float | None, softcap: float | None, origin: int, shift: int, grouped: bool, compiled: bool
+    scale: float | None, softcap: float | None, origin: int, shift: int, grouped: bool, compiled: bool, small: bool = False
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """One function for each set of plain numbers: a compiled one is found again by the next call."""
     from torch.nn.attention.flex_attention import flex_attention
@@ -202,6 +214,7 @@ def _flex_attention(
             block_mask=block_mask,
             scale=scale,
             enable_gqa=grouped,
+            kernel_options=SMALL_TILES if small and compiled else None,
             return_lse=True,
         )
 

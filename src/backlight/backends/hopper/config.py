@@ -54,9 +54,12 @@ def forward_config(call: Call) -> ForwardConfig:
 
 def forward_heuristic(call: Call) -> ForwardConfig:
     width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
+    masked = call.spec.masked
     if width <= 64:
-        return ForwardConfig(128, 3)
-    return ForwardConfig(128 if width <= 128 else 64, 2)
+        return ForwardConfig(128, 3, pingpong=masked, late_rescale=masked)
+    if width <= 128:
+        return ForwardConfig(128, 2)
+    return ForwardConfig(64, 2, early_p=not masked, late_rescale=not masked)
 
 
 def share_q_and_o(config: ForwardConfig, bd: int, bdv: int) -> bool:
@@ -113,7 +116,7 @@ def backward_heuristic(call: Call) -> BackwardConfig:
     if width > 128:
         return BackwardConfig(64, 64, split=True, wide=True)
     if width > 64:
-        return BackwardConfig(64, 128, early_wait=call.spec.masked)
+        return BackwardConfig(64, 128, early_wait=call.spec.masked, reverse=call.spec.masked)
     return BackwardConfig(128, 128)
 
 
