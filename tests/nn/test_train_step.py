@@ -76,3 +76,12 @@ def test_the_default_shape_has_350_million_parameters(train_step) -> None:
     with torch.device("meta"):
         model = train_step.Decoder(train_step.Shape(), "lazy")
     assert 340e6 < sum(parameter.numel() for parameter in model.parameters()) < 360e6
+
+
+def test_what_takes_too_long_is_two_layers_and_a_reason(train_step, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(train_step, "contenders", lambda *_: {"flex": [{"flex": {}}]})
+    monkeypatch.setattr(train_step, "decoder_options", lambda *_: {"attend": train_step.by_dense})
+    row = record_of(train_step, monkeypatch, tmp_path, "bias --patience 0")["variants"]["bias"]["flex"]
+    assert row["two_layers_ms"] > 0
+    assert row["failed"].startswith("TimeoutError: two of 1 layers take")
+    assert "tokens_per_s" not in row
