@@ -13,53 +13,64 @@ import datetime
 import itertools
 import json
 import multiprocessing
+import statistics
 import sys
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 import triton
 from triton.testing import do_bench
 
-from backlight.backends.triton.config import KernelConfig
+from backlight.backends.triton.config import KernelConfig, kernels_of
 from backlight.backends.triton.dbias import dbias_of
 from backlight.backends.triton.delta import RowState, prepare_rows
-from backlight.backends.triton.dkdv import dkdv_of
+from backlight.backends.triton.dkdv import launch_keys
 from backlight.backends.triton.dq import dq_of
-from backlight.backends.triton.forward import forward
+from backlight.backends.triton.elastic import elastic_of
+from backlight.backends.triton.forward import forward, softmax_of
 from backlight.backends.triton.launch import Launch
 from backlight.call import Call
 from backlight.config import override
-from backlight.spec import AttentionSpec
+from backlight.spec import LN2, AttentionSpec
 
-# block_m, block_n, warps, stages, TMA
+# block_m, block_n, warps, stages, TMA; a list of its own for a variant that behaves otherwise
 CANDIDATES = {
-    "forward": {
-        64: "64,64,4,3,0 128,64,4,3,0 128,64,8,3,0 64,64,4,3,1 64,64,4,4,1 128,64,4,3,1 128,64,8,3,1 64,128,4,3,1",
-        128: "128,64,8,3,0 64,64,4,3,0 128,64,8,3,1 128,64,8,4,1 64,64,4,3,1 64,64,4,2,1 128,128,8,2,1 64,128,4,2,1",
-        256: "128,64,8,2,0 64,64,4,2,0 128,64,8,2,1 64,64,4,2,1 128,32,8,3,1 128,64,8,1,1",
-    },
-    "dq": {
-        64: "64,64,4,3,0 128,64,8,3,0 64,64,4,3,1 64,64,4,4,1 128,64,8,3,1 128,64,4,3,1 64,128,4,3,1",
-        128: "128,64,8,3,0 64,64,4,2,0 128,64,8,3,1 128,64,8,2,1 64,64,4,3,1 64,64,4,2,1 128,128,8,2,1",
-        256: "128,64,8,1,0 64,64,8,2,0 128,64,8,1,1 64,64,8,2,1 64,64,4,1,1 128,32,8,2,1",
-    },
-    "dkdv": {
-        64: "64,64,4,3,0 128,64,4,2,0 64,64,4,3,1 64,64,4,4,1 64,128,8,3,1 128,64,4,2,1 128,64,4,3,1",
-        128: "64,128,8,3,0 32,128,8,3,0 64,128,8,3,1 64,128,8,2,1 64,64,4,2,1 64,64,4,3,1 32,64,4,3,1 32,128,8,3,1 32,64,4,2,1",
-        256: "64,64,8,2,0 64,64,8,1,0 64,64,8,2,1 64,64,8,1,1 32,64,8,2,1 32,64,4,2,1",
-    },
-    "dbias": {
-        64: "64,64,4,3,0 64,64,4,3,1 64,64,4,2,1 64,64,4,4,1 64,128,8,2,1 128,128,8,2,1",
-        128: "64,128,8,2,0 64,64,4,2,1 64,64,4,3,1 64,128,8,2,1 128,128,8,1,1",
-        256: "64,64,8,1,0 64,64,8,1,1 32,64,4,1,1",
-    },
+    "forward/64": "64,64,4,3,0 64,64,4,3,1 128,64,4,3,1 64,128,4,3,1",
+    "forward/64/full": "128,64,8,3,0 64,64,4,3,0 128,64,4,3,1",
+    "forward/128": "64,64,4,3,1 128,64,8,3,0 64,64,4,3,0",
+    "forward/256": "128,64,8,2,1 128,64,8,2,0",
+    "lse/64": "64,64,4,3,1 128,64,4,3,1 64,128,4,3,1",
+    "lse/128": "64,64,4,3,1 128,64,4,3,1 128,128,8,2,1",
+    "lse/256": "128,64,8,2,1 64,64,4,2,1",
+    "elastic/64": "64,64,4,3,1 64,64,4,3,0 128,64,8,3,1",
+    "elastic/128": "64,64,4,3,1 128,64,8,3,1 128,64,8,3,0",
+    "elastic/256": "64,64,8,2,0 64,64,8,2,1",
+    "dq/64": "64,64,4,3,1 128,64,4,3,1 128,64,8,3,1 64,128,4,3,1",
+    "dq/128": "128,64,8,3,1 128,64,8,3,0 64,64,4,2,1 128,128,8,2,1",
+    "dq/256": "128,64,8,1,1 128,32,8,2,1 128,32,8,2,0",
+    "dkdv/64": "128,64,4,2,1 64,64,4,3,1 64,64,4,2,1",
+    "dkdv/128": "64,128,8,3,1 32,64,4,3,1 64,128,8,3,0",
+    "dk/256": "64,128,8,1,1 32,128,8,2,1 32,128,8,2,0 64,64,8,2,1",
+    "dv/256": "64,128,8,2,1 64,128,8,2,0 32,128,8,3,1",
+    "dq/64/softcap": "64,64,4,3,1",
+    "dq/128/softcap": "128,64,8,3,0 128,64,8,3,1",
+    "dkdv/64/softcap": "128,64,4,2,1 64,64,4,3,1 64,64,4,3,0",
+    "dkdv/128/softcap": "32,64,4,3,1 64,128,8,3,1",
+    "dbias/64": "64,64,4,3,0 64,64,4,2,1 64,128,4,2,1",
+    "dbias/128": "64,64,4,3,1 64,128,8,2,0 64,128,8,2,1",
+    "dbias/256": "64,64,8,1,0 64,64,8,1,1",
 }
+LATE = "out of time"
+TURNS = 4
 VARIANTS = {
     "full": {},
     "causal": {"causal": True},
     "bias": {"causal": True, "bias": True},
     "lazy": {"causal": True, "bias": True, "tau": True},
+    "softcap": {"causal": True, "softcap": 20.0},
+    "window": {"causal": True, "window": (1023, 0)},
 }
 
 
@@ -81,29 +92,46 @@ def make(d: int, variant: str, s: int = 4096, tokens: int = 32768, width: int = 
 
 
 def run(kernel: str, call: Call, rows: RowState) -> tuple[torch.Tensor, ...]:
-    if kernel == "forward":
-        return (forward(call, save_u=True)[0],)
+    if kernel in ("forward", "lse"):
+        y, lse = torch.empty_like(call.q), torch.empty_like(call.q[..., 0], dtype=torch.float32)
+        softmax_of(Launch(call), y, lse)
+        return (lse if kernel == "lse" else y,)
+    if kernel == "elastic":
+        y, u = torch.empty_like(call.q), torch.empty_like(call.q)
+        elastic_of(Launch(call), rows.lse2[..., : call.q.shape[2]].contiguous() * LN2, y, u)
+        return y, u
     if kernel == "dq":
         return (dq_of(Launch(call), rows),)
-    if kernel == "dkdv":
-        return dkdv_of(Launch(call), rows)
-    return (dbias_of(Launch(call), rows),)
+    if kernel == "dbias":
+        return (dbias_of(Launch(call), rows),)
+    dk, dv = torch.empty_like(call.k), torch.empty_like(call.v)
+    launch_keys(kernel, Launch(call), rows, dk, dv)
+    return tuple(x for name, x in (("dk", dk), ("dv", dv)) if name in kernel)
 
 
-def candidates(d: int, variant: str, kernel: str) -> list[str]:
-    if kernel == "dbias" and variant not in ("bias", "lazy"):
-        return []
-    return CANDIDATES[kernel][d].split()
+def jobs_of(d: int, variant: str, places: str = "*") -> list[tuple[int, str, str, str]]:
+    """(d, variant, kernel, configuration) of every candidate; places: patterns of kernel/d/variant, with commas."""
+    spec = AttentionSpec(**VARIANTS[variant])
+    q = torch.empty(1, 1, 1, d, dtype=torch.bfloat16, device="meta")
+    call = Call(spec, q, q, q, bias=q[0, 0] if spec.bias else None, tau=q[0, 0, 0, :1] if spec.tau else None)
+    return [
+        (d, variant, kernel, text)
+        for kernel in kernels_of(call)
+        if any(fnmatch(f"{kernel}/{d}/{variant}", pattern) for pattern in places.split(","))
+        for text in (CANDIDATES.get(f"{kernel}/{d}/{variant}") or CANDIDATES[f"{kernel}/{d}"]).split()
+    ]
 
 
 def parse(text: str) -> KernelConfig:
     return KernelConfig(*map(int, text.split(",")))
 
 
-def compile_one(job: tuple[int, str, str, str]) -> str:
-    d, variant, kernel, text = job
+def compile_one(job: tuple[int, str, str, str, float]) -> str:
+    d, variant, kernel, text, deadline = job
+    if time.time() > deadline:
+        return LATE
     try:
-        call, rows = make(d, variant)
+        call, rows = make(d, variant, s=512, tokens=512)
         with override(f"triton.{kernel}", parse(text)):
             run(kernel, call, rows)
         torch.cuda.synchronize()
@@ -112,50 +140,45 @@ def compile_one(job: tuple[int, str, str, str]) -> str:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--dims", default="64,128,256")
-    parser.add_argument("--variants", default="full,causal,bias,lazy")
-    parser.add_argument("--workers", type=int, default=14)
-    args = parser.parse_args()
-    jobs = [
-        (d, variant, kernel, text)
-        for d, variant, kernel in itertools.product(map(int, args.dims.split(",")), args.variants.split(","), CANDIDATES)
-        for text in candidates(d, variant, kernel)
-    ]
-    begin = time.time()
-    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
-        reasons = pool.map(compile_one, jobs, chunksize=1)
-    sys.stdout.write(f"compiled {len(jobs)} candidates in {time.time() - begin:.0f} s\n")
-    rows_out = []
-    for (d, variant), group in itertools.groupby(zip(jobs, reasons, strict=True), key=lambda item: item[0][:2]):
-        call, rows = make(d, variant)
-        for kernel, rivals in itertools.groupby(group, key=lambda item: item[0][2]):
-            first = None
-            for (_, _, _, text), reason in rivals:
-                row = {"d": d, "variant": variant, "kernel": kernel, "config": text, "ms": None, "reason": reason}
-                rows_out.append(row)
-                if reason:
-                    continue
-                with override(f"triton.{kernel}", parse(text)):
+def time_rivals(call: Call, rows: RowState, kernel: str, rivals: list[tuple[str, str]], deadline: float) -> list[dict]:
+    """A row for each (configuration, reason why it did not compile); results are compared with the first one's.
+
+    Rivals take turns: a hot card slows down, and would punish whoever comes last.
+    """
+    found = [{"kernel": kernel, "config": text, "ms": None, "reason": reason} for text, reason in rivals]
+    first, rounds = None, {}
+    for turn in range(TURNS):
+        for row in found:
+            if row["reason"]:
+                continue
+            if time.time() > deadline:
+                row["reason"] = LATE
+                continue
+            with override(f"triton.{kernel}", parse(row["config"])):
+                if turn == 0:
                     result = run(kernel, call, rows)
                     first = first or result
-                    worst = max(
-                        ((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(result, first, strict=True)
-                    )
+                    pairs = [(a.float(), b.float()) for a, b in zip(result, first, strict=True)]
+                    worst = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
                     if not worst <= 2e-2:
                         row["reason"] = f"differs from the first candidate by {worst:.1e}"
                         continue
-                    row["ms"] = do_bench(lambda: run(kernel, call, rows), warmup=10, rep=50, return_mode="median")  # noqa: B023
-            here = [r for r in rows_out if (r["d"], r["variant"], r["kernel"]) == (d, variant, kernel) and r["ms"]]
-            timed = sorted(here, key=lambda r: r["ms"])
-            shown = "  ".join(f"{r['config']} {r['ms']:.3f}" for r in timed[:4])
-            sys.stdout.write(f"D{d} {variant:7} {kernel:8} {shown}\n")
-            sys.stdout.flush()
-    device = torch.cuda.get_device_name().replace(" ", "-").lower()
+                ms = do_bench(lambda: run(kernel, call, rows), warmup=5, rep=15, return_mode="median")
+                rounds.setdefault(row["config"], []).append(ms)
+    for row in found:
+        if not row["reason"]:
+            row["ms"] = statistics.median(rounds[row["config"]])
+    return found
+
+
+def launched(row: dict) -> bool:
+    return any(job[2] == row["kernel"] for job in jobs_of(row["d"], row["variant"]))
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    """Best of `rows` into the table; what was not measured again stays, unless nothing launches it any more."""
     best: dict[str, dict] = {}
-    for row in rows_out:
+    for row in rows:
         key = f"{row['kernel']}/{row['d']}/{row['variant']}"
         if row["ms"] and (key not in best or row["ms"] < best[key]["ms"]):
             best[key] = row
@@ -164,18 +187,53 @@ def main() -> None:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "date": datetime.date.today().isoformat(),
-        "shape": "B*S = 32768, H*D = 2048, S = 4096, bf16",
+        "shape": "B*S = 32768, H*D = 2048, S = 4096 (window: 16384), bf16",
         "best": {key: [int(x) for x in row["config"].split(",")] for key, row in best.items()},
-        "rows": rows_out,
+        "rows": rows,
     }
-    path = args.out / device / "triton.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
-        # what this run did not measure stays
         before = json.loads(path.read_text())
-        record["best"] = before["best"] | record["best"]
-        record["rows"] = [r for r in before["rows"] if f"{r['kernel']}/{r['d']}/{r['variant']}" not in best] + rows_out
+        kept = [r for r in before["rows"] if f"{r['kernel']}/{r['d']}/{r['variant']}" not in best and launched(r)]
+        places = {f"{r['kernel']}/{r['d']}/{r['variant']}" for r in kept}
+        record["best"] = {key: value for key, value in before["best"].items() if key in places} | record["best"]
+        record["rows"] = kept + rows
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--places", default="*", help="patterns of kernel/d/variant, with commas: dq/64/*,*/*/lazy")
+    parser.add_argument("--seconds", type=float, default=3600, help="candidates not reached by then are left out")
+    parser.add_argument("--workers", type=int, default=14)
+    args = parser.parse_args()
+    begin = time.time()
+    deadline = begin + args.seconds
+    jobs = [
+        job
+        for d, variant in itertools.product((64, 128, 256), VARIANTS)
+        # wide heads behave like causal with these
+        if d <= 128 or variant not in ("softcap", "window")
+        for job in jobs_of(d, variant, args.places)
+    ]
+    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
+        # half of the time is for timing what compiled
+        reasons = pool.map(compile_one, [(*job, begin + args.seconds / 2) for job in jobs], chunksize=1)
+    sys.stdout.write(f"compiled {len(jobs) - reasons.count(LATE)} of {len(jobs)} in {time.time() - begin:.0f} s\n")
+    path = args.out / torch.cuda.get_device_name().replace(" ", "-").lower() / "triton.json"
+    found: list[dict] = []
+    for (d, variant), group in itertools.groupby(zip(jobs, reasons, strict=True), key=lambda item: item[0][:2]):
+        call, rows = make(d, variant, s=16384 if variant == "window" else 4096)
+        for kernel, rivals in itertools.groupby(group, key=lambda item: item[0][2]):
+            here = time_rivals(call, rows, kernel, [(job[3], reason) for job, reason in rivals], deadline)
+            found += [{"d": d, "variant": variant} | row for row in here]
+            timed = sorted((row for row in here if row["ms"]), key=lambda row: row["ms"])
+            shown = "  ".join(f"{row['config']} {row['ms']:.3f}" for row in timed)
+            sys.stdout.write(f"D{d} {variant:7} {kernel:8} {shown}\n")
+            sys.stdout.flush()
+    write(path, found)
+    sys.stdout.write(f"{time.time() - begin:.0f} s\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The table of ratios in the README, from the newest `plain` record: python docs/make_speed_table.py (prints it)."""
+"""Tables of ratios for README and docs/hopper.md, from the newest records: python docs/make_speed_table.py (prints them)."""
 
 from __future__ import annotations
 
@@ -46,5 +46,18 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def terms_table() -> str:
+    """What a learned term costs on Hopper: forward and backward over plain, a column for each head dimension and length."""
+    cells = json.loads(sorted(RESULTS.glob("hopper-terms-*.json"))[-1].read_text())["cells"]
+    cells.sort(key=lambda cell: (cell["d"], cell["s"]))
+    heads = [f"D {cell['d']}, S {cell['s']}" for cell in cells]
+    lines = [f"| time over plain, causal, forward + backward | {' | '.join(heads)} |", "|---" * (len(cells) + 1) + "|"]
+    names = {"bias": "bias (512)", "tau": "tau", "lazy": "Lazy: bias and tau", "sdpa": "FlashAttention-2, no term"}
+    for name in ("sink", "gate", "bias", "tau", "lazy", "softcap", "sdpa"):
+        ratios = [sum(cell["ms"][name].values()) / sum(cell["ms"]["plain"].values()) for cell in cells]
+        lines.append(f"| {names.get(name, name)} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    print(table())
+    print(table(), terms_table(), sep="\n\n")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch.utils._python_dispatch import _disable_current_modes
 
 ALLOCATORS = (
     (torch, "empty"),
@@ -37,9 +38,13 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, filled with what no correct kernel may ever read."""
     if tensor.is_meta or not tensor.numel() or torch.compiler.is_compiling():
         return tensor
+    if torch._C._len_torch_dispatch_stack():
+        # who watches operations must not see this one
+        with _disable_current_modes():
+            return poison(tensor)
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return tensor.detach().fill_(torch.nan).requires_grad_(tensor.requires_grad)
-    if tensor.dtype != torch.bool and not tensor.is_quantized:
+        tensor.detach().fill_(torch.nan)
+    elif tensor.dtype != torch.bool and not tensor.is_quantized:
         tensor.fill_(torch.iinfo(tensor.dtype).max)
     return tensor
 

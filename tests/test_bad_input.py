@@ -237,6 +237,25 @@ def test_a_list_is_as_good_a_window_as_a_tuple() -> None:
     torch.testing.assert_close(backlight.attention(**GOOD, window=[3, None]), backlight.attention(**GOOD, window=(3, None)))
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong", "words"),
+    [
+        ({"causal": True}, {"causal": 1}, "causal must be a bool, got int"),
+        ({"window": (1, 0)}, {"window": (True, 0)}, "window left must be an int or None, got True"),
+        ({"scale": 1.0}, {"scale": True}, "scale must be a number or None, got bool"),
+        ({"bias_origin": 1}, {"bias_origin": True}, "bias_origin must be an int, got True"),
+        ({}, {"scale": [1]}, "scale must be a number or None, got list"),
+        ({}, {"window": ([1], 0)}, r"window left must be an int or None, got \[1\]"),
+    ],
+    ids=str,
+)
+def test_a_right_call_before_does_not_excuse_a_wrong_one(right: dict, wrong: dict, words: str) -> None:
+    """Checked options are remembered, and 1 == True."""
+    backlight.attention(**GOOD, **right)
+    with pytest.raises(TypeError, match=words):
+        backlight.attention(**GOOD, **wrong)
+
+
 def test_unknown_keyword_is_refused() -> None:
     for function in (backlight.attention, backlight.explain):
         with pytest.raises(TypeError, match="is_causal"):

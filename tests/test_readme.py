@@ -138,3 +138,4 @@ def test_speed_table_is_the_record() -> None:
     text = (ROOT / "README.md").read_text()
     assert made["table"]() in text
     assert made["record"]().name in text
+    assert made["terms_table"]() in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -13,16 +14,16 @@ from compiling import Launched, recorded
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 
-from backlight.backends.triton import dbias, delta, dkdv, dq, forward
+from backlight.backends.triton import dbias, delta, dkdv, dq, elastic, forward, table
 from backlight.backends.triton import launch as host
 from backlight.backends.triton.backward import backward
-from backlight.backends.triton.config import KernelConfig
+from backlight.backends.triton.config import KernelConfig, kernels_of
 from backlight.call import Call
 from backlight.config import override
 from backlight.spec import AttentionSpec
 
 SM80, SM90, GFX942 = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
-KERNELS = (forward, delta, dq, dkdv, dbias)
+KERNELS = (forward, elastic, delta, dq, dkdv, dbias, table)
 EVERYTHING = {"causal": True, "window": (100, None), "softcap": 20.0, "bias": True, "sink": True, "tau": True, "gate": True}
 
 
@@ -56,23 +57,23 @@ def nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("target", [SM80, GFX942], ids=["sm_80", "gfx942"])
 @pytest.mark.parametrize("spec", [{"causal": True}, {"causal": True, "bias": True}], ids=["causal", "bias"])
 def test_compiles_elsewhere(target: GPUTarget, spec: dict[str, object]) -> None:
-    names = []
+    names = set()
     for launched in launches_of(call_of(**spec)):
         done = launched.compile(target)
-        names.append(launched.kernel.fn.__name__)
+        names.add(launched.kernel.fn.__name__)
         assert done.asm["cubin" if target.backend == "cuda" else "hsaco"]
-    assert names == ["_fwd_kernel", "_delta_kernel", "_dq_kernel", "_dkdv_kernel"] + ["_dbias_kernel"] * ("bias" in spec)
+    with_bias = {"_table_kernel", "_dbias_kernel"} if "bias" in spec else set()
+    assert names == {"_fwd_kernel", "_delta_kernel", "_dq_kernel", "_dkdv_kernel"} | with_bias
 
 
 @pytest.mark.usefixtures("nvidia")
 @pytest.mark.parametrize("spec", [{}, {"causal": True}, EVERYTHING], ids=["full", "causal", "everything"])
 def test_hopper_matmuls_are_not_serialised(spec: dict[str, object], tmp_path: object) -> None:
     """A loop that may run zero times, left while a wgmma is in flight, makes ptxas wait after every single one (C7515)."""
-    config = KernelConfig(64, 64, 4, 2, tma=True)
-    kernels = ("forward", "dq", "dkdv", "dbias")
-    with override(f"triton.{kernels[0]}", config), override(f"triton.{kernels[1]}", config):  # noqa: SIM117
-        with override(f"triton.{kernels[2]}", config), override(f"triton.{kernels[3]}", config):
-            launches = launches_of(call_of(**spec))
+    with ExitStack() as forced:
+        for kernel in kernels_of(call_of(**spec)):
+            forced.enter_context(override(f"triton.{kernel}", KernelConfig(64, 64, 4, 2, tma=True)))
+        launches = launches_of(call_of(**spec))
     for launched in launches:
         name = launched.kernel.fn.__name__
         ptx = launched.compile(SM90).asm["ptx"]
@@ -81,7 +82,7 @@ def test_hopper_matmuls_are_not_serialised(spec: dict[str, object], tmp_path: ob
         command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(source), "-o", str(source.with_suffix(".cubin"))]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         assert not re.findall(r"C75\d\d", log), f"{name}: {log}"
-        if name != "_delta_kernel":
+        if name not in ("_delta_kernel", "_table_kernel"):
             assert "wgmma.mma_async" in ptx
             assert "cp.async.bulk.tensor" in ptx
 
@@ -97,6 +98,20 @@ def test_lengths_do_not_compile_again(spec: dict[str, object]) -> None:
 
 def test_a_term_that_is_absent_leaves_no_trace() -> None:
     """The variant is compiled in: its flags are part of what a kernel is looked up by."""
-    plain, biased = (launches_of(call_of(causal=True, **terms)) for terms in ({}, {"bias": True}))
-    assert plain[0].specialization(SM90) != biased[0].specialization(SM90)
-    assert "exp2" not in plain[1].compile(SM90).asm["ttgir"]
+    plain, biased = (
+        {launched.kernel.fn.__name__: launched for launched in launches_of(call_of(causal=True, **terms))}
+        for terms in ({}, {"bias": True})
+    )
+    assert plain["_fwd_kernel"].specialization(SM90) != biased["_fwd_kernel"].specialization(SM90)
+    assert "exp2" not in plain["_delta_kernel"].compile(SM90).asm["ttgir"]
+
+
+@pytest.mark.usefixtures("nvidia")
+def test_bias_is_read_in_pairs_where_it_is_used() -> None:
+    """A pair per load, in the matmul's own layout: a table that went through shared memory would cost more than the product."""
+    launches = launches_of(call_of(causal=True, bias=True))
+    for launched in launches:
+        if launched.kernel.fn.__name__ in ("_dq_kernel", "_dkdv_kernel"):
+            done = launched.compile(SM90)
+            assert "ld.global.nc.v2.f32" in done.asm["ptx"]
+            assert not re.search(r"convert_layout.*f32.*->.*f32", done.asm["ttgir"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from backlight import ops, registry
-from backlight.binding import Window, autocast, check, check_is_tensor, check_rank, make_spec
+from backlight.binding import Window, autocast, check, check_is_tensor, check_ranks, make_spec
 from backlight.call import Call
 
 
@@ -23,6 +23,12 @@ class Context(Protocol):
         self, bind: Callable[..., Call], tensors: tuple[Any, ...], options: dict[str, Any], backend: str | None
     ) -> tuple[Tensor, Tensor]:
         """(y, lse) of this process' rows, differentiable; `bind(*tensors, **options)` makes the call they belong to."""
+        ...
+
+    def explain(
+        self, bind: Callable[..., Call], tensors: tuple[Any, ...], options: dict[str, Any], backend: str | None
+    ) -> tuple[Call, dict[str, tuple[str, ...]]]:
+        """A call such as a backend of this process would get, and every backend's reasons against it."""
         ...
 
 
@@ -215,13 +221,23 @@ def explain(
     cu_seqlens_k: Tensor | None = None,
     *,
     backend: str | None = None,
+    context: Context | None = None,
     return_lse: bool = False,
     **options: Any,
 ) -> Explanation:
-    """What `attention` (or, with cu_seqlens_q, `attention_varlen`) would do with the same arguments; computes nothing."""
-    call = _bind(q, k, v, **options) if cu_seqlens_q is None else _bind_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
-    reasons = registry.refusals(call)
-    wanted = reasons if _known(backend) is None else {backend: reasons[backend]}  # type: ignore[index]
+    """What `attention` (or, with cu_seqlens_q, `attention_varlen`) would do with the same arguments; computes nothing.
+
+    Under a context (`backlight.distributed.context_parallel`): what this rank would do with its blocks; nothing is sent.
+    """
+    tensors = (q, k, v) if cu_seqlens_q is None else (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    bind = _bind if cu_seqlens_q is None else _bind_packed
+    context, backend = _innermost(context), _known(backend)
+    if context is None:
+        call = bind(*tensors, **options)
+        reasons = registry.refusals(call)
+    else:
+        call, reasons = context.explain(bind, tensors, options, backend)
+    wanted = reasons if backend is None else {backend: reasons[backend]}
     chosen = next((name for name, why in wanted.items() if not why), None)
     return Explanation(chosen, None if chosen is None else registry.get(chosen).config(call), reasons)
 
@@ -240,11 +256,15 @@ def entered(context: Context) -> Iterator[None]:
         _contexts.remove(context)
 
 
+def _innermost(context: Context | None) -> Context | None:
+    """The context named, or that of the innermost block."""
+    return _contexts[-1] if context is None and _contexts else context
+
+
 def _run(
     bind: Callable[..., Call], tensors: tuple[Any, ...], options: dict[str, Any], backend: str | None, context: Context | None
 ) -> tuple[Tensor, Tensor]:
-    if context is None and _contexts:
-        context = _contexts[-1]
+    context = _innermost(context)
     if context is not None:
         return context.attention(bind, tensors, options, backend)
     return ops.attention(bind(*tensors, **options), _known(backend))
@@ -261,15 +281,14 @@ def _bind(
     gate: Tensor | None = None,
     **options: Any,
 ) -> Call:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_rank(name, tensor, "[B, H, S, D]")
+    check_ranks({"q": q, "k": k, "v": v}, 4, "[B, H, S, D]")
     spec = make_spec(gate=gate, **options)
     if not (deterministic is None or isinstance(deterministic, bool)):
         raise TypeError(f"deterministic must be a bool or None, got {deterministic!r}")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    q, k, v, gate = (autocast(x) for x in (q, k, v, gate))  # type: ignore[assignment]
-    bias, sink, tau = (options.get(name) for name in ("bias", "sink", "tau"))
+    q, k, v, gate = autocast(q, k, v, gate)
+    bias, sink, tau = options.get("bias"), options.get("sink"), options.get("tau")
     return check(Call(spec, q, k, v, bias, sink, tau, gate, cu_seqlens_q, cu_seqlens_k, deterministic))
 
 
@@ -285,9 +304,7 @@ def _bind_packed(
 ) -> Call:
     """Packed [T, H, D] as the batched case B = 1, in place."""
     check_is_tensor("cu_seqlens_q", cu_seqlens_q)
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("gate", gate)):
-        if tensor is not None or name != "gate":
-            check_rank(name, tensor, "[T, H, D]")
+    check_ranks({"q": q, "k": k, "v": v} if gate is None else {"q": q, "k": k, "v": v, "gate": gate}, 3, "[T, H, D]")
     q, k, v, gate = (None if x is None else x.transpose(0, 1)[None] for x in (q, k, v, gate))  # type: ignore[assignment]
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     return _bind(q, k, v, cu_seqlens_q, cu_seqlens_k, gate=gate, **options)

@@ -6,6 +6,9 @@ A message names the argument, what came and what was expected. Values of cu_seql
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,28 +30,61 @@ def make_spec(
     tau: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> AttentionSpec:
+    left, right = _sides(window)
+    options = (causal, left, right, scale, softcap, bias_origin, bias is not None, sink is not None, tau is not None)
+    if torch.compiler.is_compiling():
+        return _new_spec(*options, gate is not None)
+    try:
+        return _known_spec(*options, gate is not None)
+    except TypeError:
+        # also raised for what cannot be hashed: the sentence for that is in `_new_spec`
+        return _new_spec(*options, gate is not None)
+
+
+def _sides(window: Any) -> tuple[Any, Any]:
+    if window is None:
+        return None, None
+    if not (isinstance(window, (tuple, list)) and len(window) == 2):
+        raise ValueError(f"window must be a pair (left, right) or None, got {window!r}")
+    return window[0], window[1]
+
+
+def _new_spec(
+    causal: Any,
+    left: Any,
+    right: Any,
+    scale: Any,
+    softcap: Any,
+    bias_origin: Any,
+    bias: bool,
+    sink: bool,
+    tau: bool,
+    gate: bool,
+) -> AttentionSpec:
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
     for name, number in (("scale", scale), ("softcap", softcap)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float))):
             raise TypeError(f"{name} must be a number or None, got {type(number).__name__}")
-    if window is not None and not (isinstance(window, (tuple, list)) and len(window) == 2):
-        raise ValueError(f"window must be a pair (left, right) or None, got {window!r}")
     return AttentionSpec(
         causal=causal,
-        window=(None, None) if window is None else (window[0], window[1]),
+        window=(left, right),
         scale=None if scale is None else float(scale),
         softcap=None if softcap is None else float(softcap),
-        bias=bias is not None,
+        bias=bias,
         bias_origin=bias_origin,
-        sink=sink is not None,
-        tau=tau is not None,
-        gate=gate is not None,
+        sink=sink,
+        tau=tau,
+        gate=gate,
     )
 
 
+# typed: 1 is not True, and must not pass for it once True has been seen
+_known_spec = lru_cache(maxsize=1024, typed=True)(_new_spec)
+
+
 def check(call: Call) -> Call:
-    """The call itself, once everything about it that has no arithmetic in it is right."""
+    """The call itself, whose q, k, v are tensors of the right rank, once all else that has no arithmetic in it is right."""
     _check_tensors(call)
     _check_shapes(call)
     _check_parameters(call)
@@ -58,16 +94,15 @@ def check(call: Call) -> Call:
 
 
 def _check_tensors(call: Call) -> None:
-    for name in ("q", "k", "v"):
-        check_is_tensor(name, getattr(call, name))
-    q = call.q
-    if q.dtype not in DTYPES:
-        raise TypeError(f"q must be fp16, bf16, fp32 or fp64, got {q.dtype}")
-    for name in ("k", "v"):
-        tensor = getattr(call, name)
-        if tensor.dtype != q.dtype:
-            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {tensor.dtype}")
-        _check_device(name, tensor, q)
+    q, k, v = call.q, call.k, call.v
+    dtype, device = q.dtype, q.device
+    if dtype not in DTYPES:
+        raise TypeError(f"q must be fp16, bf16, fp32 or fp64, got {dtype}")
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} must have the dtype of q, {dtype}, got {tensor.dtype}")
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on the device of q, {device}, got {tensor.device}")
 
 
 def check_is_tensor(name: str, value: object) -> None:
@@ -80,12 +115,12 @@ def _check_device(name: str, tensor: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
 
 
-def check_rank(name: str, tensor: Tensor | None, layout: str) -> None:
-    check_is_tensor(name, tensor)
-    assert tensor is not None
-    wanted = layout.count(",") + 1
-    if tensor.dim() != wanted:
-        raise ValueError(f"{name} must have {wanted} dimensions {layout}, got shape {tuple(tensor.shape)}")
+def check_ranks(tensors: dict[str, Any], wanted: int, layout: str) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            check_is_tensor(name, tensor)
+        if tensor.dim() != wanted:
+            raise ValueError(f"{name} must have {wanted} dimensions {layout}, got shape {tuple(tensor.shape)}")
 
 
 def _check_shapes(call: Call) -> None:
@@ -158,12 +193,14 @@ def _check_cu_seqlens(call: Call) -> None:
         )
 
 
-def autocast(tensor: Tensor | None) -> Tensor | None:
-    """The tensor as `torch.autocast` wants it: like torch's own attention, q, k, v and gate go to the autocast dtype."""
-    if not isinstance(tensor, Tensor):
-        return tensor
-    device = tensor.device.type
-    eligible = tensor.dtype.is_floating_point and tensor.dtype != torch.float64 and device != "meta"
-    if eligible and torch.is_autocast_enabled(device):
-        return tensor.to(torch.get_autocast_dtype(device))
-    return tensor
+def autocast(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """The tensors as `torch.autocast` wants them: like torch's own attention, q, k, v and gate go to the autocast dtype."""
+    device = q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return q, *others
+    return tuple(_cast(x, torch.get_autocast_dtype(device)) for x in (q, *others))
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    eligible = isinstance(tensor, Tensor) and tensor.dtype.is_floating_point and tensor.dtype != torch.float64
+    return tensor.to(dtype) if eligible else tensor  # type: ignore[union-attr]

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from backlight.spec import AttentionSpec, Segment, packed_segments
+
+Known = TypeVar("Known")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -50,6 +53,24 @@ class Call:
     deterministic: bool = False
     part: Part | None = None
     _segments: tuple[Segment, ...] | None = field(default=None, repr=False)
+    _layout: tuple[Any, ...] | None = field(default=None, init=False, repr=False)
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """All that a backend's decisions may depend on, hashable: options, shapes, strides, dtypes, alignments; no value."""
+        if self._layout is None:
+            object.__setattr__(self, "_layout", self._find_layout())
+        return self._layout  # type: ignore[return-value]
+
+    def _find_layout(self) -> tuple[Any, ...]:
+        spec, part = self.spec, self.part
+        terms = (self.bias, self.sink, self.tau, self.gate, self.cu_seqlens_q, self.cu_seqlens_k)
+        return (
+            *(spec.causal, spec.window, spec.scale, spec.softcap, spec.bias_origin, self.deterministic, self.q.device),
+            *[layout_of(x) for x in (self.q, self.k, self.v)],
+            *[None if x is None else layout_of(x) for x in terms],
+            None if part is None else (True, *[None if x is None else layout_of(x) for x in (part.lse, part.n)]),
+        )
 
     @property
     def group(self) -> int:
@@ -96,6 +117,22 @@ class Call:
             return packed_segments(cu_q, cu_q)
         cu_k = read_cu_seqlens("cu_seqlens_k", self.cu_seqlens_k, sk)
         return packed_segments(cu_q, cu_k)
+
+
+class Memory(dict[tuple[Any, ...], Known]):
+    """Decisions by layout. When full it starts anew: lengths that never come again must not pile up."""
+
+    MOST = 4096
+
+    def __setitem__(self, layout: tuple[Any, ...], decision: Known) -> None:
+        if len(self) >= self.MOST:
+            self.clear()
+        super().__setitem__(layout, decision)
+
+
+def layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What a kernel is told about a tensor besides its address, of which alignment alone matters."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15
 
 
 # a tensor's values, read once: the layers of a model share one cu_seqlens, and each reading waits for the device

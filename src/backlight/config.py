@@ -47,5 +47,10 @@ def override(backend: str, config: Any) -> Iterator[None]:
             _overrides[backend] = before
 
 
+def overridden() -> bool:
+    """Whether any configuration is forced now: what was decided before does not hold then."""
+    return bool(_overrides)
+
+
 def resolve(backend: str, heuristic: Callable[[], Choice]) -> Choice:
     return _overrides.get(backend) or heuristic()

@@ -2,15 +2,21 @@
 
 `backlight::attention` runs a backend's forward, `backlight::attention_backward` its backward. A spec crosses the operator
 boundary as plain scalars (`SCALARS`), packed and unpacked only here. Backends are imported when a call first needs one.
+
+Operators are for those who look at a call before it runs: compilers, transforms, modes, tensor subclasses, profilers. When
+nobody does (`_unobserved`), the same backend is called without them: crossing the dispatcher four times costs more host time
+than everything else in a small call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._C._functorch import TransformType, get_interpreter_stack, is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
@@ -64,18 +70,47 @@ def unpack(args: tuple[Any, ...]) -> tuple[Call, str | None]:
 # --- kernels -----------------------------------------------------------------------------------------------------------------
 
 
+def _forward(call: Call, backend: str | None, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    if _elsewhere(call.q):
+        with torch.cuda.device(call.q.device):
+            return registry.choose(call, backend).forward(call, save_u)
+    return registry.choose(call, backend).forward(call, save_u)
+
+
+def _backward(
+    call: Call, backend: str | None, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: Any
+) -> dict[str, Tensor]:
+    if _elsewhere(call.q):
+        with torch.cuda.device(call.q.device):
+            return registry.choose(call, backend).backward(call, y, lse, u, dy, dlse, _names(needs))
+    return registry.choose(call, backend).backward(call, y, lse, u, dy, dlse, _names(needs))
+
+
+# `torch.cuda.current_device` without its check that CUDA is there: a tensor is
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+def _elsewhere(tensor: Tensor) -> bool:
+    """On a GPU that is not the current one: kernels start on the current one."""
+    return tensor.is_cuda and tensor.get_device() != _current_device()
+
+
+@cache
+def _names(needs: tuple[bool, ...]) -> frozenset[str]:
+    return frozenset(name for name, need in zip(GRADIENTS, needs, strict=True) if need)
+
+
 def _attention(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     *call_args, save_u = args
     call, backend = unpack(tuple(call_args))
-    y, lse, u = registry.choose(call, backend).forward(call, save_u)
+    y, lse, u = _forward(call, backend, save_u)
     return y, lse, y.new_empty(0) if u is None else u
 
 
 def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
     *call_args, y, lse, u, dy, dlse, needs = args
     call, backend = unpack(tuple(call_args))
-    wanted = frozenset(name for name, need in zip(GRADIENTS, needs, strict=True) if need)
-    grads = registry.choose(call, backend).backward(call, y, lse, u if call.tau is not None else None, dy, dlse, wanted)
+    grads = _backward(call, backend, y, lse, u if call.tau is not None else None, dy, dlse, tuple(needs))
     return tuple(grads[name] if name in grads else y.new_empty(0) for name in GRADIENTS)
 
 
@@ -175,7 +210,78 @@ def _apply_at_this_level(keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tenso
 _library.impl("attention", _attention_autograd, "Autograd", with_keyset=True)
 
 
+# --- without operators -------------------------------------------------------------------------------------------------------
+
+
+class _Unobserved(torch.autograd.Function):
+    """`_Attention` on bound calls; what autograd must see of one comes beside it."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, backend: str | None, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        y, lse, u = _forward(call, backend, True)
+        ctx.save_for_backward(*tensors, call.cu_seqlens_q, call.cu_seqlens_k, y, lse, u)
+        ctx.options = call.spec, call.deterministic, backend
+        return y, lse
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, dy, dlse)
+
+
+def _gradients(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, bias, sink, tau, gate, cu_seqlens_q, cu_seqlens_k, y, lse, u = ctx.saved_tensors
+    needs = ctx.needs_input_grad[2:]
+    if dy is None:
+        if dlse is None:
+            return (None,) * (2 + len(GRADIENTS))
+        dy = torch.zeros_like(y)
+    spec, deterministic, backend = ctx.options
+    call = Call(spec, q, k, v, bias, sink, tau, gate, cu_seqlens_q, cu_seqlens_k, deterministic)
+    if _unobserved((q, k, v, bias, sink, tau, gate, cu_seqlens_q, cu_seqlens_k, y, dy, dlse)):
+        grads = _backward(call, backend, y, lse, u, dy, dlse, needs)
+        return (None, None, *map(grads.get, GRADIENTS))
+    args = (*pack(call, backend), y, lse, y.new_empty(0) if u is None else u, dy, dlse, list(needs))
+    found = torch.ops.backlight.attention_backward(*args)
+    return (None, None, *(grad if need else None for grad, need in zip(found, needs, strict=True)))
+
+
+_gradients_once = once_differentiable(_gradients)
+
+
+def _unobserved(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether nothing but autograd looks at operators on these tensors."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd._profiler_enabled()
+        or forward_ad._current_level >= 0
+    ):
+        return False
+    for x in tensors:
+        if x is None:
+            continue
+        # legacy: the gradients of torch.autograd.grad(..., is_grads_batched=True)
+        if type(x) not in PLAIN or x.is_meta or is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x):
+            return False
+    return True
+
+
+PLAIN = (Tensor, torch.nn.Parameter)
+# the checks of `Function.apply` are those of `_unobserved`
+_apply_unobserved = super(torch.autograd.Function, _Unobserved).apply
+
+
 def attention(call: Call, backend: str | None) -> tuple[Tensor, Tensor]:
     """(y, lse) of a bound call, differentiable."""
-    y, lse, _ = torch.ops.backlight.attention(*pack(call, backend), False)
+    tensors = (call.q, call.k, call.v, call.bias, call.sink, call.tau, call.gate)
+    if not _unobserved((*tensors, call.cu_seqlens_q, call.cu_seqlens_k)):
+        y, lse, _ = torch.ops.backlight.attention(*pack(call, backend), False)
+    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        y, lse = _apply_unobserved(call, backend, *tensors)
+    else:
+        y, lse, _ = _forward(call, backend, False)
     return y, lse

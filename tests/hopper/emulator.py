@@ -79,6 +79,9 @@ class Pointer:
     def __add__(self, other: Any) -> Pointer:
         return Pointer(self.storage, self.dtype.element_ty, self.offset + np.asarray(other, np.int64))
 
+    def __sub__(self, other: Any) -> Pointer:
+        return self + -np.asarray(other, np.int64)
+
 
 class Descriptor:
     """A TMA descriptor: strides in elements, a box of coordinates."""
@@ -116,6 +119,7 @@ class Descriptor:
 
     def add(self, coord: list[Any], value: np.ndarray) -> None:
         index, inside = self.box(coord)
+        assert inside.all(), "a reduction that leaves its tensor is an illegal instruction"
         np.add.at(self.storage, index[inside], np.broadcast_to(value, index.shape)[inside])
 
 
@@ -330,6 +334,53 @@ def warpgroup_mma_wait(num_outstanding: int = 0, deps: Any = ()) -> Any:
     return out[0] if len(out) == 1 else tuple(out)
 
 
+# --- PTX ---------------------------------------------------------------------------------------------------------------------
+
+_PTX = {
+    "abs.f32": np.abs,
+    "add.f32": np.add,
+    "copysign.f32": lambda sign, value: np.copysign(value, sign),
+    "ex2.approx.ftz.f32": np.exp2,
+    "fma.rn.f32": lambda a, b, c: (np.float64(a) * b + c).astype(np.float32),
+    "max.f32": np.maximum,
+    "mul.f32": np.multiply,
+    "rcp.approx.ftz.f32": np.reciprocal,
+    "selp.f32": lambda a, b, p: np.where(p, a, b),
+    "setp.gt.f32": np.greater,
+    "setp.le.f32": np.less_equal,
+    "sub.f32": np.subtract,
+    "vote.sync.any.pred": lambda p, lanes: np.full_like(p, p.any()),
+}
+
+
+def run_ptx(text: str, inputs: list[np.ndarray], n_outputs: int) -> list[np.ndarray]:
+    """Inline assembly on fp32 registers, one array a register; branches are taken by all threads or by none."""
+    lines = [line.strip() for line in text.replace("{", "").replace("}", "").replace(":", ":;").split(";")]
+    registers: dict[str, Any] = {f"${n_outputs + i}": value for i, value in enumerate(inputs)}
+
+    def value(operand: str) -> Any:
+        if operand.startswith("0f"):
+            return np.uint32(int(operand[2:], 16)).view(np.float32)
+        return int(operand, 16) if operand.startswith("0x") else registers[operand]
+
+    at = 0
+    while at < len(lines):
+        words = lines[at].replace(",", " ").split()
+        at += 1
+        if not words or words[0] == ".reg" or words[0].endswith(":"):
+            continue
+        taken = True
+        if words[0].startswith("@"):
+            flags = registers[words.pop(0)[1:]]
+            assert flags.all() == flags.any(), "threads of a warp would part"
+            taken = bool(flags.all())
+        if words[0] in ("bra", "bra.uni"):
+            at = lines.index(words[1] + ":") if taken else at
+        else:
+            registers[words[1]] = _PTX[words[0]](*(value(word) for word in words[2:]))
+    return [registers[f"${i}"] for i in range(n_outputs)]
+
+
 # --- the language ------------------------------------------------------------------------------------------------------------
 
 
@@ -342,11 +393,14 @@ class language:
 
     float32, float16, int32, int64, int1 = "fp32", "fp16", "int32", "int64", "int1"
     exp2, log2 = staticmethod(_float(np.exp2)), staticmethod(_float(np.log2))
+    abs = staticmethod(lambda x: tensor(np.abs(x)))
     maximum = staticmethod(lambda a, b: tensor(np.maximum(a, b)))
     minimum = staticmethod(lambda a, b: tensor(np.minimum(a, b)))
     max = staticmethod(lambda x, axis: tensor(np.max(np.asarray(x), axis)))
     expand_dims = staticmethod(lambda x, axis: tensor(np.expand_dims(np.asarray(x), axis)))
     reshape = staticmethod(lambda x, shape: tensor(np.asarray(x).reshape(shape)))
+    permute = staticmethod(lambda x, order: tensor(np.asarray(x).transpose(order)))
+    split = staticmethod(lambda x: (tensor(np.asarray(x)[..., 0]), tensor(np.asarray(x)[..., 1])))
     convert_layout = staticmethod(lambda x, layout, assert_trivial=False: x)
     arange = staticmethod(lambda a, b, layout=None: tensor(np.arange(a, b, dtype=np.int32)))
     cdiv = staticmethod(lambda a, b: -(-a // b))
@@ -408,6 +462,12 @@ class language:
         return tensor(before)
 
     @staticmethod
+    def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], dtype: str, is_pure: bool, pack: int) -> Tensor:
+        (x,) = args
+        outputs = run_ptx(asm, list(np.asarray(x).reshape(-1, pack).T), pack)
+        return tensor(np.stack(outputs, 1).reshape(x.shape).astype(DTYPES[dtype]))
+
+    @staticmethod
     def warp_specialize(functions_and_args: Any, worker_num_warps: Any, worker_num_regs: Any) -> None:
         machine, pid, grid, errors = _machine, _machine.local.pid, _machine.local.grid, []
 
@@ -449,7 +509,12 @@ REPLACED = {
     "warpgroup_mma": warpgroup_mma,
     "warpgroup_mma_wait": warpgroup_mma_wait,
     "fence_async_shared": lambda *args: None,
+    "peek": language.load,
+    "_per_thread": lambda shape, layout: 32,
+    "weights16": lambda weight, dtype: np.maximum(weight, 0).to(dtype),
+    "survivors": lambda weight, bar, dtype: (weight > bar).to(dtype),
     "bar_sync": bar_sync,
+    "end_block": lambda *args: None,
     "bar_arrive": bar_arrive,
 }
 

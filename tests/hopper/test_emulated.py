@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -15,8 +12,9 @@ import torch
 pytest.importorskip("triton")
 
 import emulator
+from modules import mutant
 
-from backlight.backends.hopper import BACKEND, backward, dq, forward, prepass
+from backlight.backends.hopper import BACKEND, backward, dq, forward, prepass, primitives, tiles
 from backlight.backends.hopper.config import BackwardConfig, DqConfig, ForwardConfig
 from backlight.config import override
 from cases import CASES, FP16, Case, Problem, case_id
@@ -51,8 +49,8 @@ TILES = (
 def examine(problem: Problem, late: bool, deterministic: bool = False) -> None:
     call = replace(problem.call, deterministic=deterministic, _segments=None)
     with emulator.emulated(forward, backward, dq, prepass, late=late):
-        y, lse = forward.forward(call)
-        gradients = backward.backward(call, y, lse, problem.dy, problem.dlse, frozenset(("dq", "dk", "dv")))
+        y, lse, _ = forward.forward(call)
+        gradients = backward.backward(call, y, lse, None, problem.dy, problem.dlse, frozenset(("dq", "dk", "dv")))
     verdict = judge(call, problem.dy, problem.dlse, {"y": y, "lse": lse} | gradients)
     assert verdict.ok, f"{problem.case.name}\n{verdict}"
 
@@ -96,7 +94,7 @@ def test_deterministic_tiles(case: Case, late: bool) -> None:
 def test_forward_configs(options: dict[str, object], config: ForwardConfig, late: bool) -> None:
     problem = Case("forward", b=1, hq=2, hkv=1, sq=330, sk=330, d=64, **options).make(FP16)
     with override("hopper.forward", config), emulator.emulated(forward, late=late):
-        y, lse = forward.forward(problem.call)
+        y, lse, _ = forward.forward(problem.call)
     verdict = judge(problem.call, None, None, {"y": y, "lse": lse})
     assert verdict.ok, str(verdict)
 
@@ -106,8 +104,8 @@ def test_forward_configs(options: dict[str, object], config: ForwardConfig, late
     "config",
     [
         BackwardConfig(64, 128),
-        BackwardConfig(64, 128, stages=3, early_wait=True),
-        BackwardConfig(128, 128, reverse=True),
+        BackwardConfig(64, 128, stages=3, overlap=True),
+        BackwardConfig(128, 128, overlap=True),
         BackwardConfig(64, 64, split=True, wide=True),
     ],
     ids=str,
@@ -162,8 +160,8 @@ def test_packed_neighbours_do_not_leak() -> None:
     results = []
     for each, gradient in ((call, problem.dy), (spoiled, dy)):
         with emulator.emulated(forward, backward, dq, prepass):
-            y, lse = forward.forward(each)
-            grads = backward.backward(each, y, lse, gradient, None, frozenset(("dq", "dk", "dv")))
+            y, lse, _ = forward.forward(each)
+            grads = backward.backward(each, y, lse, None, gradient, None, frozenset(("dq", "dk", "dv")))
         results.append({"y": y, "lse": lse[..., None]} | grads)
     for name, clean in results[0].items():
         for rows in (slice(0, 50), slice(120, None)):
@@ -174,28 +172,14 @@ def test_packed_neighbours_do_not_leak() -> None:
 def test_needs(needs: tuple[str, ...]) -> None:
     problem = Case("needs", b=1, sq=140, sk=140, d=16, causal=True).make(FP16)
     with emulator.emulated(forward, backward, dq, prepass):
-        y, lse = forward.forward(problem.call)
-        gradients = backward.backward(problem.call, y, lse, problem.dy, None, frozenset(needs))
+        y, lse, _ = forward.forward(problem.call)
+        gradients = backward.backward(problem.call, y, lse, None, problem.dy, None, frozenset(needs))
     assert set(gradients) == set(needs)
     verdict = judge(problem.call, problem.dy, None, gradients, names=needs)
     assert verdict.ok, str(verdict)
 
 
 # --- the emulator sees what it claims to see ---------------------------------------------------------------------------------
-
-
-def mutant(folder: Path, module: ModuleType, old: str, new: str) -> ModuleType:
-    """A copy of a kernel module with one piece of its source replaced."""
-    source = Path(module.__file__ or "").read_text()
-    assert old in source
-    path = folder / "mutant.py"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location("hopper_mutant", path)
-    assert spec is not None
-    assert spec.loader is not None
-    made = sys.modules["hopper_mutant"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
 
 
 @pytest.mark.parametrize(
@@ -207,7 +191,7 @@ def mutant(folder: Path, module: ModuleType, old: str, new: str) -> ModuleType:
         ("    tma.store_wait(0)\n    if p.PINGPONG and W == 0:", "    if p.PINGPONG and W == 0:"),
         ("        if count >= ST - i:\n", "        if count < 0:\n"),
         ("top = gl.where(new_max == -INF, 0.0, top)", "pass"),
-        ("seen = before(end - block * p.BN, columns)", "seen = before(end - block * p.BN - 1, columns)"),
+        ("seen = before(end - block * B, columns)", "seen = before(end - block * B - 1, columns)"),
         ("mbarrier.expect(p.k_full.index(stage), p.k_desc.block_type.nbytes)", "mbarrier.expect(p.k_full.index(stage), 64)"),
     ],
     ids=[
@@ -224,17 +208,17 @@ def mutant(folder: Path, module: ModuleType, old: str, new: str) -> ModuleType:
 def test_a_broken_forward_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     monkeypatch.setattr(emulator, "PATIENCE", 0.5)
     problem = Case("broken", b=1, hq=1, hkv=1, sq=300, sk=270, d=16, causal=True).make(FP16)
-    from backlight.backends.hopper import primitives
-
-    if old in Path(primitives.__file__).read_text():
-        changed = mutant(tmp_path, primitives, old, new)
-        monkeypatch.setattr(forward, "softmax_step", changed.softmax_step)
-        broken = forward
-    else:
-        broken = mutant(tmp_path, forward, old, new)
+    broken = forward
+    for module, name in ((primitives, "softmax_step"), (tiles, "hide"), (forward, "")):
+        if old in Path(module.__file__).read_text():
+            made = mutant(tmp_path, module, old, new)
+            if name:
+                monkeypatch.setattr(forward, name, getattr(made, name))
+            else:
+                broken = made
     with emulator.emulated(broken, late=True):
         try:
-            y, lse = broken.forward(problem.call)
+            y, lse, _ = broken.forward(problem.call)
         except (RuntimeError, AssertionError):
             return
     assert not judge(problem.call, None, None, {"y": y, "lse": lse}).ok
@@ -244,7 +228,7 @@ def test_a_broken_forward_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("old", "new"),
     [
         ("seen = from_on(first - i * BM, columns)", "seen = from_on(first - i * BM + 1, columns)"),
-        ("                tma.store_wait(0)\n", ""),
+        ("0], dq_tile)\n                    tma.store_wait(0)\n", "0], dq_tile)\n"),
         ("bar_arrive(p.DQ_FULL, BOTH)", "pass"),
         ("dp = warpgroup_mma_wait(0, deps=[dp_token])", "dp = warpgroup_mma_wait(1, deps=[dp_token])"),
         ("plain_begin = end\n", "pass\n"),
@@ -258,9 +242,9 @@ def test_a_broken_backward_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
     problem = Case("broken", b=1, hq=1, hkv=1, sq=300, sk=270, d=16, causal=causal, logit_shift=-120.0).make(FP16)
     broken = mutant(tmp_path, backward, old, new)
     with emulator.emulated(forward, broken, dq, prepass, late=True):
-        y, lse = forward.forward(problem.call)
+        y, lse, _ = forward.forward(problem.call)
         try:
-            result = broken.backward(problem.call, y, lse, problem.dy, None, frozenset(("dq", "dk", "dv")))
+            result = broken.backward(problem.call, y, lse, None, problem.dy, None, frozenset(("dq", "dk", "dv")))
         except (RuntimeError, AssertionError):
             return
     assert not judge(problem.call, problem.dy, None, {"y": y, "lse": lse} | result).ok

@@ -16,9 +16,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from backlight.backends.hopper import BACKEND, config, launch
+from backlight.backends.hopper import BACKEND, config, launch, replay
 from backlight.backends.hopper.prepass import _prepass_kernel
-from backlight.call import Call
+from backlight.call import Call, Memory
 from backlight.registry import Backend
 from backlight.spec import AttentionSpec
 from cases import BY_NAME, FP16
@@ -105,12 +105,14 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     fake = Driver()
-    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(replay, "_compiled", {})
+    monkeypatch.setattr(launch, "_known", Memory())
     monkeypatch.setattr(triton.runtime.driver, "_active", fake)
     _prepass_kernel.device_caches.clear()
     yield fake
     # compiled kernels unload themselves, while the driver that loaded them is there
-    launch._compiled.clear()
+    replay._compiled.clear()
+    launch._known.clear()
     _prepass_kernel.device_caches.clear()
     gc.collect()
 
@@ -119,13 +121,14 @@ def prepass(rows: int, dtype: torch.dtype = torch.float16) -> None:
     from backlight.backends.hopper.prepass import prepass as run
 
     call = call_of((1, 2, rows, 64), dtype)
-    run(launch.Launch(call), config.BackwardConfig(64, 128), call.q, torch.zeros(1, 2, rows), call.q, None, clear_dq=True)
+    lse, tiles = torch.zeros(1, 2, rows), config.BackwardConfig(64, 128)
+    run(launch.Launch(call), tiles, call.q, lse, None, call.q, None, True, {}, frozenset(("dq", "dk", "dv")))
 
 
 def test_direct_launches_pass_what_triton_passes(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second time on Triton's JIT is not asked; the launcher gets the same kinds of arguments in the same order."""
     prepass(100)
-    assert len(launch._compiled) == 1
+    assert len(replay._compiled) == 1
     with monkeypatch.context() as patch:
         patch.setattr(type(_prepass_kernel), "run", None)
         prepass(100)
@@ -142,14 +145,14 @@ def test_lengths_do_not_compile_again(driver: Driver) -> None:
     prepass(100)
     prepass(333)
     prepass(1)
-    assert len(launch._compiled) == 1
+    assert len(replay._compiled) == 1
     assert [args[0] for args in driver.launches] == [2, 6, 1]
 
 
 def test_another_dtype_is_another_kernel(driver: Driver) -> None:
     prepass(100)
     prepass(100, torch.bfloat16)
-    assert len(launch._compiled) == 2
+    assert len(replay._compiled) == 2
 
 
 # --- refusals and configurations ---------------------------------------------------------------------------------------------
@@ -167,17 +170,19 @@ def test_protocol() -> None:
         (call_of(), "tensors are on cpu, not on a GPU"),
         (call_of((1, 1, 8, 20)), "head dimension 20 of q is not a multiple of 8"),
         (call_of((1, 1, 8, 264)), "head dimension 264 of v is above 256"),
-        (call_of(softcap=1.0), "softcap is not supported"),
+        (call_of((1, 1, 8, 192), softcap=1.0), "softcap with heads wider than 128"),
+        (call_of((1, 1, 8, 136), tau=True), "tau with heads wider than 128"),
         (call_of(scale=-1.0), "scale must be positive, got -1"),
-        (BY_NAME["bias"].make(FP16).call, "bias is not supported"),
-        (BY_NAME["tau"].make(FP16, margin=0).call, "tau is not supported"),
-        (BY_NAME["sink"].make(FP16).call, "sink is not supported"),
-        (BY_NAME["gate"].make(FP16).call, "gate is not supported"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_why_not(call: Call, reason: str) -> None:
     assert reason in BACKEND.why_not(call)
+
+
+@pytest.mark.parametrize("name", ["bias", "tau", "sink", "gate", "softcap"])
+def test_terms_are_taken(name: str) -> None:
+    assert BACKEND.why_not(BY_NAME[name].make(FP16, margin=0).call) == ("tensors are on cpu, not on a GPU",)
 
 
 def test_unreadable_strides_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +192,9 @@ def test_unreadable_strides_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = SimpleNamespace(spec=call.spec, scale=call.scale, k=call.k, v=call.v)
     moved.q = SimpleNamespace(**{name: getattr(q, name) for name in ("dtype", "shape", "stride", "data_ptr", "numel")})
     moved.q.device = torch.device("cuda")
-    assert BACKEND.why_not(moved) == ("TMA cannot read v in place: strides (0, 4096, 64, 1) or address not 16-byte aligned",)
+    assert BACKEND._find_reasons(moved) == (
+        "TMA cannot read v in place: strides (0, 4096, 64, 1) or address not 16-byte aligned",
+    )
 
 
 def test_too_many_rows() -> None:
@@ -201,11 +208,9 @@ def test_configs() -> None:
     assert config.forward_config(small) == config.ForwardConfig(128, 3)
     assert config.forward_config(wide) == config.ForwardConfig(128, 2)
     assert config.backward_config(small) == config.BackwardConfig(128, 128)
-    assert config.backward_config(wide) == config.BackwardConfig(64, 128)
-    masked = config.backward_config(call_of((2, 4, 64, 128), causal=True))
-    assert masked.early_wait
-    assert masked.reverse
-    assert config.forward_config(call_of(causal=True)).pingpong
+    assert config.backward_config(wide) == config.BackwardConfig(64, 128, overlap=True)
+    assert config.forward_config(call_of((1, 2, 2048, 64), causal=True)).pingpong
+    assert config.forward_config(call_of((1, 2, 1024, 64), causal=True)) == config.ForwardConfig(128, 2)
     assert config.backward_config(call_of((2, 4, 64, 256))).wide
     with pytest.raises(ValueError, match="named barriers"):
         config.ForwardConfig(64, 3, stages=3, pingpong=True)

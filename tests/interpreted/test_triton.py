@@ -15,6 +15,10 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
+import triton
+import triton.language as tl
+
+from backlight.backends.triton import primitives
 from backlight.backends.triton.config import KernelConfig
 from backlight.config import override
 from cases import BY_NAME, PACKED, SINGLES, TOGETHER, Case, case_id
@@ -63,6 +67,70 @@ def test_fp32(case: Case) -> None:
 def test_fp16(case: Case) -> None:
     verdict = verdict_of(case, torch.float16)
     assert verdict.ok, f"{case.name}\n{verdict}"
+
+
+WIDE = (
+    Case("d=136,gqa", d=136, hq=4, hkv=2, b=1, sq=40, sk=70, causal=True),
+    Case("d=136,everything", d=136, dv=24, b=1, causal=True, bias=30, softcap=2.0, sink=True, tau=(0.4, -0.7), gate=True),
+)
+
+
+@pytest.mark.parametrize("case", WIDE, ids=case_id)
+def test_wide_heads(case: Case) -> None:
+    """16-bit heads beyond 128 compute dv and dk in two launches."""
+    verdict = verdict_of(case, torch.float16)
+    assert verdict.ok, f"{case.name}\n{verdict}"
+
+
+EDGES = (
+    Case("window,far edges", b=1, hq=1, hkv=1, sq=330, sk=330, d=8, window=(280, 0)),
+    Case("window,far edges,two-sided", b=1, hq=1, hkv=1, sq=300, sk=330, d=8, window=(280, 20), bias=9, bias_origin=2),
+    Case("window,far edges,tau", b=1, hq=1, hkv=1, sq=330, sk=330, d=8, window=(280, 0), tau=(0.4,), dlse=True),
+)
+
+
+@pytest.mark.parametrize("case", EDGES, ids=case_id)
+def test_window_wider_than_tiles(case: Case) -> None:
+    """Each tile is tested against one edge of such a window only."""
+    config = KernelConfig(64, 64, num_warps=4, num_stages=1)
+    with override("triton.forward", config), override("triton.dq", config), override("triton.dkdv", config):
+        verdict = verdict_of(case, torch.float32)
+    assert verdict.ok, f"{case.name}\n{verdict}"
+
+
+UNITS = (
+    Case("bias,scale negative", causal=True, bias=40, scale=-0.3),
+    Case("bias,scale tiny", causal=True, bias=40, scale=1e-9),
+    Case("softcap,saturated at 60", causal=True, softcap=60.0, logits=60.0),
+)
+
+
+@pytest.mark.parametrize("case", UNITS, ids=case_id)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_units_of_logits(case: Case, dtype: torch.dtype) -> None:
+    """The factor of the exponent is the scale, the softcap or 1."""
+    verdict = verdict_of(case, dtype)
+    assert verdict.ok, f"{case.name}\n{verdict}"
+
+
+@triton.jit
+def _tanh_kernel(x_ptr, y_ptr, factor, V: tl.constexpr, N: tl.constexpr):
+    lanes = tl.arange(0, N)
+    tl.store(y_ptr + lanes, primitives.tanh(tl.load(x_ptr + lanes), factor, V))
+
+
+@pytest.mark.parametrize("precise", [False, True])
+@pytest.mark.parametrize("factor", [0.01, 1.0, -3.0])
+def test_tanh(factor: float, precise: bool) -> None:
+    flags = dict.fromkeys(primitives.Variant._fields, False) | {"FP32": precise}
+    x = torch.cat((torch.linspace(-8.0, 8.0, 8185), torch.tensor([0.0, -0.0, 1e-20, -1e-6, 1e4, -1e4, 0.5]))) / abs(factor)
+    y = torch.empty_like(x)
+    _tanh_kernel[(1,)](x, y, factor, V=primitives.Variant(**flags), N=8192)
+    truth = torch.tanh(x.double() * factor)
+    error = (y.double() - truth).abs()
+    assert error.max() < 3e-7
+    if precise:
+        assert (error <= 1e-6 * truth.abs() + 1e-30).all()
 
 
 @pytest.mark.parametrize("blocks", [(16, 16), (16, 64), (32, 64), (64, 64)], ids=str)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from backlight import api
+from backlight import api, registry
 from backlight.call import Call
 from backlight.distributed import rule
 from backlight.distributed.autograd import Strategy, run
@@ -22,7 +22,7 @@ from backlight.distributed.dtensor import localise
 from backlight.distributed.handshake import STRATEGIES, Settings, agree, borders, refuse, signature
 from backlight.distributed.heads import AllToAll
 from backlight.distributed.layout import LAYOUTS, assemble, cut, pieces, positions_of
-from backlight.distributed.local import check_backend
+from backlight.distributed.local import check_backend, refusal, typical_block
 from backlight.distributed.ring import Ring
 
 CHECKS = ("always", "first")
@@ -99,6 +99,16 @@ class ContextParallel:
         strategy, call, placed = self.prepare(bind, tensors, options, backend)
         y, lse = run(strategy, call, self.sum_learned)
         return placed(y), placed(lse)
+
+    def explain(
+        self, bind: Callable[..., Call], tensors: tuple[Any, ...], options: dict[str, Any], backend: str | None
+    ) -> tuple[Call, dict[str, tuple[str, ...]]]:
+        """A call such as this rank's backend gets, and every backend's reasons against it. Nothing is sent."""
+        call, _ = localise(bind(*tensors, **options), self.mesh)
+        if self.strategy == "all_to_all":
+            return call, registry.refusals(call)
+        block = typical_block(call)
+        return block, {name: refusal(name, block, named=backend is not None) for name in registry.names()}
 
     def prepare(
         self, bind: Callable[..., Call], tensors: tuple[Any, ...], options: dict[str, Any], backend: str | None

@@ -29,17 +29,23 @@ def backend_for(call: Call, name: str | None) -> Backend:
     """
     if call.part is None:
         return registry.choose(call, name)
-    elastic = call.part.lse is not None
     refused = {}
     for candidate in registry.names() if name is None else (name,):
-        backend = registry.get(candidate)
-        reasons = backend.available() or backend.why_not(call)
-        if not reasons and not getattr(backend, "parts", False) and (elastic or name is None):
-            reasons = (NO_PARTS if elastic else ROUNDED,)
+        reasons = refusal(candidate, call, named=name is not None)
         if not reasons:
-            return backend
+            return registry.get(candidate)
         refused[candidate] = reasons
     raise Unsupported(refused)
+
+
+def refusal(name: str, block: Call, named: bool) -> tuple[str, ...]:
+    """A backend's reasons against a part; `named`: it was asked for by name."""
+    assert block.part is not None
+    backend, elastic = registry.get(name), block.part.lse is not None
+    reasons = backend.available() or backend.why_not(block)
+    if not reasons and not getattr(backend, "parts", False) and (elastic or not named):
+        return (NO_PARTS if elastic else ROUNDED,)
+    return reasons
 
 
 def check_backend(call: Call, name: str | None, whole: bool) -> None:
@@ -51,10 +57,15 @@ def check_backend(call: Call, name: str | None, whole: bool) -> None:
     if whole:
         registry.choose(call, name)
         return
+    backend_for(typical_block(call), name)
+
+
+def typical_block(call: Call) -> Call:
+    """A call that a backend takes if it takes the blocks of this one."""
     elastic = call.tau is not None
     lse = call.q.new_empty(call.q.shape[:3], dtype=call.accumulator_dtype, device="meta") if elastic else None
     spec = call.spec.replace(sink=elastic and call.spec.sink)
-    backend_for(replace(call, spec=spec, sink=call.sink if spec.sink else None, part=Part(lse, lse)), name)
+    return replace(call, spec=spec, sink=call.sink if spec.sink else None, part=Part(lse, lse))
 
 
 def block_call(call: Call, block: Block, k: Tensor, v: Tensor, *, gate: bool, part: Part) -> Call:

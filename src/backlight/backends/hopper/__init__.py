@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from backlight.call import Call
+from backlight.call import Call, Memory
 
 MAX_HEAD_DIM = 256
+# with learned terms: o and u of an elastic row do not fit into registers beyond, and nobody has timed the others
+MAX_TERMS_DIM = 128
 CAPABILITY = (9, 0)
 # coordinates of TMA have 32 bits; rows of a head are padded to whole blocks
 MAX_ROWS = 1 << 31
@@ -30,21 +34,47 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+@cache
+def missing() -> tuple[str, ...]:
+    """What this machine lacks."""
+    if importlib.util.find_spec("triton") is None:
+        return ("triton is not installed",)
+    if triton_version() < OLDEST_TRITON:
+        return (f"triton {'.'.join(map(str, triton_version()))} is older than 3.6",)
+    if not torch.cuda.is_available():
+        return ("no GPU that torch can see",)
+    return ()
+
+
+@cache
+def host() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """Host functions of the two directions and what runs them; with them comes Triton. An import statement takes its time."""
+    from backlight.backends.hopper.backward import backward
+    from backlight.backends.hopper.forward import forward
+    from backlight.backends.hopper.program import replayed
+
+    return forward, backward, replayed
+
+
+# reasons against calls of a layout
+_reasons: Memory[tuple[str, ...]] = Memory()
+
+
 class HopperBackend:
     name = "hopper"
     parts = False
     summary = "Hopper GPUs (sm_90), fp16 bf16: TMA and wgmma, FlashAttention-3's structure"
 
     def available(self) -> tuple[str, ...]:
-        if importlib.util.find_spec("triton") is None:
-            return ("triton is not installed",)
-        if triton_version() < OLDEST_TRITON:
-            return (f"triton {'.'.join(map(str, triton_version()))} is older than 3.6",)
-        if not torch.cuda.is_available():
-            return ("no GPU that torch can see",)
-        return ()
+        return missing()
 
     def why_not(self, call: Call) -> tuple[str, ...]:
+        reasons = _reasons.get(call.layout)
+        if reasons is None:
+            reasons = _reasons[call.layout] = self._find_reasons(call)
+        return reasons
+
+    def _find_reasons(self, call: Call) -> tuple[str, ...]:
         spec = call.spec
         reasons = []
         if call.q.dtype not in (torch.float16, torch.bfloat16):
@@ -60,10 +90,9 @@ class HopperBackend:
                 reasons.append(f"head dimension {width} of {name} is not a multiple of 8")
         if getattr(call, "part", None) is not None:
             reasons.append("parts of a larger problem are not supported")
-        for term in spec.terms:
-            reasons.append(f"{term} is not supported")
-        if spec.softcap is not None:
-            reasons.append("softcap is not supported")
+        terms = (*spec.terms, *["softcap"] * (spec.softcap is not None))
+        if terms and max(call.q.shape[-1], call.v.shape[-1]) > MAX_TERMS_DIM:
+            reasons.append(f"{terms[0]} with heads wider than {MAX_TERMS_DIM}")
         if call.q.shape[0] * call.q.shape[1] * (call.q.shape[2] + ROW_BLOCK) >= MAX_ROWS:
             reasons.append(
                 f"{call.q.shape[0] * call.q.shape[1]} heads of {call.q.shape[2]} rows need more than 31 bits to count"
@@ -82,24 +111,20 @@ class HopperBackend:
         return tuple(reasons)
 
     def config(self, call: Call) -> dict[str, object]:
-        from backlight.backends.hopper.config import backward_config, dq_config, forward_config
+        from backlight.backends.hopper.config import backward_config, dq_config, elastic_config, forward_config
 
-        config = {"forward": forward_config(call), "backward": backward_config(call)}
+        config = {"forward": elastic_config(call) if call.spec.tau else forward_config(call), "backward": backward_config(call)}
         return config | {"dq": dq_config(call)} if call.deterministic else config
 
-    @torch.no_grad()
     def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        from backlight.backends.hopper.forward import forward
+        forward, _, replayed = host()
+        return replayed(forward, call, (), save_u)
 
-        return (*forward(call), None)
-
-    @torch.no_grad()
     def backward(
         self, call: Call, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]
     ) -> dict[str, Tensor]:
-        from backlight.backends.hopper.backward import backward
-
-        return backward(call, y, lse, dy, dlse, needs)
+        _, backward, replayed = host()
+        return replayed(backward, call, (y, lse, u, dy, dlse), needs)
 
 
 BACKEND = HopperBackend()

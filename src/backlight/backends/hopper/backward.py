@@ -12,8 +12,12 @@ dq leaves in the order of its register fragments (16-byte stores without bank co
 TMA; `dq.py` puts the permuted tiles back. dk and dv stay in registers over all query heads of the group, so only the order of
 the dq additions is free. SPLIT leaves dq to a kernel of its own: bitwise repeatable, or D too wide for five products. With
 heads wider than 128 (WIDE) the two warpgroups share 64 keys and split columns: p^T and ds^T both go through shared memory.
-Parity contract: tests/hopper.
+
+Learned terms change the arithmetic between the matmuls only; what a call does not have is not compiled in. Row blocks that meet
+the bias table have loops of their own, and leave their ds for dbias (`dbias.py`). Parity contract: tests/hopper.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,16 +31,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from backlight.backends.hopper.compat import arguments, smem_reinterpret, tma_load, tma_reduce_add
+from backlight.backends.hopper.band import band_dbias
+from backlight.backends.hopper.compat import Maybe, arguments, smem_reinterpret, tma_load, tma_reduce_add
 from backlight.backends.hopper.config import backward_config
+from backlight.backends.hopper.dbias import CELLS, GROUPS, Diagonals, add_diagonals, leave_diagonals
 from backlight.backends.hopper.dq import convert_dq, dq_fragments, dq_tile_layout, split_dq
-from backlight.backends.hopper.launch import Launch, start
+from backlight.backends.hopper.launch import Launch
 from backlight.backends.hopper.prepass import Rows, prepass
 from backlight.backends.hopper.primitives import (
+    INF,
     bar_arrive,
     bar_sync,
     barriers,
     between,
+    clamp,
+    end_block,
     from_on,
     load_tile,
     locate,
@@ -48,10 +57,22 @@ from backlight.backends.hopper.primitives import (
     stage_of,
     store_tile,
 )
+from backlight.backends.hopper.terms import (
+    TABLE_PAD,
+    bias_tile,
+    cap_factor,
+    cap_slope,
+    capped,
+    row_band,
+    table_of,
+    threshold,
+    unit_of,
+    weights16,
+)
 from backlight.call import Call
 from backlight.spec import LOG2E
 
-# named barriers, `gradients` and one warp each: Q_EMPTY + stage, then DO_EMPTY + stage, then DQ_FULL
+# named barriers, `gradients` and one warp each: Q_EMPTY + stage, then DO_EMPTY + stage, then DQ_FULL, then DIAGONALS_FULL
 Q_EMPTY = gl.constexpr(8)
 BOTH = gl.constexpr(256 + 32)
 
@@ -67,6 +88,10 @@ class Backward:
     lse_desc: tma.tensor_descriptor
     delta_desc: tma.tensor_descriptor
     acc_desc: tma.tensor_descriptor
+    share_desc: Maybe
+    diagonals_desc: Maybe
+    table_ptr: Maybe
+    tau_ptr: Maybe
     k_s: gl.shared_memory_descriptor
     v_s: gl.shared_memory_descriptor
     q_s: gl.shared_memory_descriptor
@@ -76,10 +101,14 @@ class Backward:
     p_s: gl.shared_memory_descriptor
     ds_s: gl.shared_memory_descriptor
     dq_s: gl.shared_memory_descriptor
+    share_s: Maybe
+    diagonals_s: Maybe
+    edge_s: Maybe
     kv_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
+    diagonals_empty: Maybe
     b: gl.tensor
     kv_head: gl.tensor
     heads: gl.tensor
@@ -95,6 +124,11 @@ class Backward:
     plain_begin: gl.tensor
     plain_end: gl.tensor
     end: gl.tensor
+    band_begin: Maybe
+    band_end: Maybe
+    origin: Maybe
+    n_bias: Maybe
+    cap: Maybe
     left: gl.tensor
     right: gl.tensor
     scale: gl.tensor
@@ -109,10 +143,15 @@ class Backward:
     VARLEN: gl.constexpr
     SPLIT: gl.constexpr
     WIDE: gl.constexpr
-    EARLY_WAIT: gl.constexpr
-    REVERSED: gl.constexpr
+    OVERLAP: gl.constexpr
+    BAND_FIRST: gl.constexpr
+    SLOTS: gl.constexpr
     DO_EMPTY: gl.constexpr
     DQ_FULL: gl.constexpr
+    BIAS: gl.constexpr
+    DBIAS: gl.constexpr
+    SOFTCAP: gl.constexpr
+    TAU: gl.constexpr
 
 
 @gluon.jit
@@ -120,15 +159,6 @@ def tile_row(p, member, i):
     """First row of a row block in the padded fp32 tensors lse, delta and dq accumulator."""
     head = p.b * p.heads + p.kv_head * p.group + member
     return (head * p.row_tiles + p.first_tile + i) * p.BM
-
-
-@gluon.jit
-def visit(p, step):
-    """The row block of a step: from the first, or from the last."""
-    i = p.begin + step
-    if p.REVERSED:
-        i = p.end - 1 - step
-    return i
 
 
 @gluon.jit
@@ -140,8 +170,7 @@ def loader(p):
     count = p.begin * 0
     for member in range(p.group):
         h = p.kv_head * p.group + member
-        for step in range(p.end - p.begin):
-            i = visit(p, step)
+        for i in range(p.begin, p.end):
             stage = stage_of(count, ST)
             row = tile_row(p, member, i)
             if count >= ST:
@@ -151,9 +180,11 @@ def loader(p):
             tma_load(p.lse_desc, [row], p.q_full.index(stage), p.lse_s.index(stage))
             if count >= ST:
                 bar_sync(p.DO_EMPTY + stage, BOTH)
-            mbarrier.expect(p.do_full.index(stage), p.do_desc.block_type.nbytes + p.BM * 4)
+            mbarrier.expect(p.do_full.index(stage), p.do_desc.block_type.nbytes + (p.BM * 8 if p.TAU else p.BM * 4))
             load_tile(p.do_desc, p.b, h, p.q_start, p.sq, i * p.BM, p.do_full.index(stage), p.do_s.index(stage), p.VARLEN)
             tma_load(p.delta_desc, [row], p.do_full.index(stage), p.delta_s.index(stage))
+            if p.TAU:
+                tma_load(p.share_desc, [row], p.do_full.index(stage), p.share_s.index(stage))
             count += 1
     # every arrival is met, those of the last round included
     for i in gl.static_range(ST):
@@ -163,17 +194,31 @@ def loader(p):
 
 
 @gluon.jit
-def dq_reducer(p):
-    if not p.SPLIT:
-        dq_tile = smem_reinterpret(p.dq_s, gl.float32, p.acc_desc.block_type.shape, p.acc_desc.layout)
-        count = p.begin * 0
+def in_band(p, i):
+    """Whether `gradients` treats a row block as one that meets the bias table: masked blocks always do."""
+    return (i < p.plain_begin) | (i >= p.plain_end) | ((i >= p.band_begin) & (i < p.band_end))
+
+
+@gluon.jit
+def reducer(p):
+    """Adds what `gradients` leaves in shared memory to global memory: dq tiles, and diagonals of ds."""
+    if p.DBIAS or not p.SPLIT:
+        dq_tile = p.dq_s
+        if not p.SPLIT:
+            dq_tile = smem_reinterpret(p.dq_s, gl.float32, p.acc_desc.block_type.shape, p.acc_desc.layout)
         for member in range(p.group):
-            for step in range(p.end - p.begin):
-                bar_sync(p.DQ_FULL, BOTH)
-                tma_reduce_add(p.acc_desc, [tile_row(p, member, visit(p, step)), 0], dq_tile)
-                tma.store_wait(0)
-                mbarrier.arrive(p.dq_empty.index(0), count=1)
-                count += 1
+            for i in range(p.begin, p.end):
+                if p.DBIAS:  # noqa: SIM102 (known to the compiler)
+                    if in_band(p, i):
+                        bar_sync(p.DQ_FULL + 1, BOTH)
+                        add_diagonals(p, p.kv_head * p.group + member, i)
+                        tma.store_wait(0)
+                        mbarrier.arrive(p.diagonals_empty.index(0), count=1)
+                if not p.SPLIT:
+                    bar_sync(p.DQ_FULL, BOTH)
+                    tma_reduce_add(p.acc_desc, [tile_row(p, member, i), 0], dq_tile)
+                    tma.store_wait(0)
+                    mbarrier.arrive(p.dq_empty.index(0), count=1)
 
 
 @gluon.constexpr_function
@@ -183,7 +228,31 @@ def tile_layout(WIDE, N):
 
 
 @gluon.jit
-def row_block(p, dk, dv, i, count, MASKED: gl.constexpr):
+def block_bias(p, tile, member, i):
+    """The bias of a row block, like `tile`."""
+    table_ptr = p.table_ptr + (p.kv_head * p.group + member).to(gl.int64) * (p.n_bias + 2 * TABLE_PAD)
+    return bias_tile(table_ptr, i * p.BM + p.sk - p.sq - p.j0 + p.origin, p.n_bias, tile, True)
+
+
+@gluon.jit
+def weights(p, s, lse, i, MASKED: gl.constexpr):
+    """p of a tile of scores. With tau it is -inf where a key is hidden, so that its weight is 0 whatever is added."""
+    pt = gl.exp2(s * p.scale_log2 - gl.expand_dims(lse, 0))
+    if MASKED:
+        BM: gl.constexpr = s.shape[1]
+        key = p.j0 + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+        first, end = row_limits(key, p.sq, p.sk, p.left, p.right, p.HAS_LEFT, p.HAS_RIGHT)
+        columns = gl.arange(0, BM, gl.SliceLayout(0, s.type.layout))
+        if p.HAS_LEFT:
+            seen = between(first - i * BM, end - i * BM, columns)
+        else:
+            seen = from_on(first - i * BM, columns)
+        pt = gl.where(seen, pt, -INF if p.TAU else 0.0)
+    return pt
+
+
+@gluon.jit
+def row_block(p, dk, dv, member, limit, i, count, flushes, MASKED: gl.constexpr, BIASED: gl.constexpr):
     """One row block: its dq goes out, dk and dv grow."""
     BM: gl.constexpr = p.BM
     BN: gl.constexpr = p.BN
@@ -194,7 +263,6 @@ def row_block(p, dk, dv, i, count, MASKED: gl.constexpr):
     s_l: gl.constexpr = tile_layout(p.WIDE, BM)
     a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
     row_l: gl.constexpr = gl.SliceLayout(0, s_l)
-    key_l: gl.constexpr = gl.SliceLayout(1, s_l)
     PIECES: gl.constexpr = len(pieces(p.DV, p.v_s.shape[1]))
     zero = gl.zeros([BN, BM], gl.float32, s_l)
     stage = stage_of(count, ST)
@@ -202,34 +270,56 @@ def row_block(p, dk, dv, i, count, MASKED: gl.constexpr):
     q = p.q_s.index(stage)
     do = p.do_s.index(stage)
 
+    bias = zero
+    if BIASED and not p.SOFTCAP:
+        # scores grow on top of the bias: no registers and no additions of its own
+        bias = block_bias(p, zero, member, i)
     mbarrier.wait(p.q_full.index(stage), phase)
-    s_token = mma_over_columns(p.k_s, q, zero, p.D)
-    lse = p.lse_s.index(stage).load(row_l)
+    s_token = mma_over_columns(p.k_s, q, bias, p.D, BIASED and not p.SOFTCAP)
+    # row values are read late where registers are short
+    if p.OVERLAP:
+        lse = p.lse_s.index(stage).load(row_l)
     mbarrier.wait(p.do_full.index(stage), phase)
     dp_token = mma_over_columns(p.v_s, do, zero, p.DV)
     s = warpgroup_mma_wait(PIECES, deps=[s_token])
-    pt = gl.exp2(s * p.scale_log2 - gl.expand_dims(lse, 0))
-    if MASKED:
-        key = p.j0 + gl.arange(0, BN, key_l)
-        first, end = row_limits(key, p.sq, p.sk, p.left, p.right, p.HAS_LEFT, p.HAS_RIGHT)
-        columns = gl.arange(0, BM, row_l)
-        if p.HAS_LEFT:
-            seen = between(first - i * BM, end - i * BM, columns)
-        else:
-            seen = from_on(first - i * BM, columns)
-        pt = gl.where(seen, pt, 0.0)
-    delta = p.delta_s.index(stage).load(row_l)
-    if p.EARLY_WAIT and not p.SPLIT:
-        # needed only before dq is stored, but a wait ends the basic block: without it ptxas hoists the next one above the exp2
-        mbarrier.wait(p.dq_empty.index(0), (count & 1) ^ 1)
+    if not p.OVERLAP:
+        lse = p.lse_s.index(stage).load(row_l)
+    if p.SOFTCAP:
+        # its slope is needed later: the capped score stays in registers, p comes after dp
+        pt = capped(s, p.cap)
+    else:
+        pt = weights(p, s, lse, i, MASKED)
+    if p.OVERLAP:
+        if not p.TAU:
+            delta = p.delta_s.index(stage).load(row_l)
+        end_block(count)
         dp, pt = warpgroup_mma_wait(0, deps=[dp_token, pt])
     else:
         dp = warpgroup_mma_wait(0, deps=[dp_token])
+    if p.TAU or not p.OVERLAP:
+        delta = p.delta_s.index(stage).load(row_l)
+    if p.SOFTCAP:
+        s = pt
+        if BIASED:
+            pt = s + block_bias(p, zero, member, i)
+        pt = weights(p, pt, lse, i, MASKED)
+    if p.TAU:
+        # eq. 10, 11: the gradient of a key that did not survive stops at its weight, not at its p
+        at = pt + gl.expand_dims(p.share_s.index(stage).load(row_l), 0)
+        at16 = weights16(at, dtype)
+        dp = gl.where(at > limit, dp, 0.0)
+        if MASKED:
+            pt = gl.maximum(pt, 0.0)
+    else:
+        at16 = pt.to(dtype)
     ds = pt * (dp - gl.expand_dims(delta, 0))
-    pt16 = pt.to(dtype)
+    if p.DBIAS and BIASED:
+        leave_diagonals(p, ds, flushes, BOTH)
+    if p.SOFTCAP:
+        ds = ds * cap_slope(s)
     ds16 = ds.to(dtype)
     if p.WIDE:
-        p.p_s.store(pt16)
+        p.p_s.store(at16)
         p.ds_s.store(ds16)
         fence_async_shared()
         dv_token = warpgroup_mma(p.p_s, do, dv, is_async=True)
@@ -239,16 +329,16 @@ def row_block(p, dk, dv, i, count, MASKED: gl.constexpr):
         dk = warpgroup_mma_wait(0, deps=[dk_token])
         bar_arrive(Q_EMPTY + stage, BOTH)
     elif p.SPLIT:
-        dv_token = warpgroup_mma(gl.convert_layout(pt16, a_l, assert_trivial=True), do, dv, is_async=True)
+        dv_token = warpgroup_mma(gl.convert_layout(at16, a_l, assert_trivial=True), do, dv, is_async=True)
         dk_token = warpgroup_mma(gl.convert_layout(ds16, a_l, assert_trivial=True), q, dk, is_async=True)
         dv = warpgroup_mma_wait(1, deps=[dv_token])
         bar_arrive(p.DO_EMPTY + stage, BOTH)
         dk = warpgroup_mma_wait(0, deps=[dk_token])
         bar_arrive(Q_EMPTY + stage, BOTH)
     else:
-        pt16 = gl.convert_layout(pt16, a_l, assert_trivial=True)
+        at16 = gl.convert_layout(at16, a_l, assert_trivial=True)
         p.ds_s.store(ds16)
-        dv_token = warpgroup_mma(pt16, do, dv, is_async=True)
+        dv_token = warpgroup_mma(at16, do, dv, is_async=True)
         fence_async_shared()
         dq_token = warpgroup_mma(
             p.ds_s.permute((1, 0)), p.k_s, gl.zeros([BM, BD], gl.float32, dq_l), use_acc=False, is_async=True
@@ -257,14 +347,24 @@ def row_block(p, dk, dv, i, count, MASKED: gl.constexpr):
         bar_arrive(p.DO_EMPTY + stage, BOTH)
         dk_token = warpgroup_mma(gl.convert_layout(ds16, a_l, assert_trivial=True), q, dk, is_async=True)
         dq = warpgroup_mma_wait(1, deps=[dq_token])
-        if not p.EARLY_WAIT:
-            mbarrier.wait(p.dq_empty.index(0), (count & 1) ^ 1)
+        mbarrier.wait(p.dq_empty.index(0), (count & 1) ^ 1)
         p.dq_s.store(dq)
         fence_async_shared()
         bar_arrive(p.DQ_FULL, BOTH)
         dk = warpgroup_mma_wait(0, deps=[dk_token])
         bar_arrive(Q_EMPTY + stage, BOTH)
     return dk, dv
+
+
+@gluon.jit
+def row_loop(p, dk, dv, member, limit, count, flushes, first, last, MASKED: gl.constexpr, BIASED: gl.constexpr):
+    """Row blocks [first, last)."""
+    for i in range(first, last):
+        dk, dv = row_block(p, dk, dv, member, limit, i, count, flushes, MASKED, BIASED)
+        count += 1
+        if p.DBIAS and BIASED:
+            flushes += 1
+    return dk, dv, count, flushes
 
 
 @gluon.jit
@@ -277,34 +377,30 @@ def gradients(p):
     dv = gl.zeros([BN, BDV], gl.float32, tile_layout(p.WIDE, BDV))
     mbarrier.wait(p.kv_full.index(0), 0)
     count = p.begin * 0
-    for _ in range(p.group):
+    flushes = p.begin * 0
+    for member in range(p.group):
+        limit = 0.0
+        if p.TAU:
+            limit = threshold(gl.load(p.tau_ptr + p.kv_head * p.group + member).to(gl.float32))
         if p.WIDE:
             # few scores a thread: masking all of them costs less than a second loop
-            for step in range(p.end - p.begin):
-                dk, dv = row_block(p, dk, dv, visit(p, step), count, True)
-                count += 1
-        elif p.REVERSED:
-            if p.HAS_LEFT:
-                for i in range(p.end - p.plain_end):
-                    dk, dv = row_block(p, dk, dv, p.end - 1 - i, count, True)
-                    count += 1
-            for i in range(p.plain_end - p.plain_begin):
-                dk, dv = row_block(p, dk, dv, p.plain_end - 1 - i, count, False)
-                count += 1
-            for i in range(p.plain_begin - p.begin):
-                dk, dv = row_block(p, dk, dv, p.plain_begin - 1 - i, count, True)
-                count += 1
+            dk, dv, count, flushes = row_loop(p, dk, dv, member, limit, count, flushes, p.begin, p.end, True, p.BIAS)
         else:
-            for i in range(p.begin, p.plain_begin):
-                dk, dv = row_block(p, dk, dv, i, count, True)
-                count += 1
-            for i in range(p.plain_begin, p.plain_end):
-                dk, dv = row_block(p, dk, dv, i, count, False)
-                count += 1
+            dk, dv, count, flushes = row_loop(p, dk, dv, member, limit, count, flushes, p.begin, p.plain_begin, True, p.BIAS)
+            plain_begin = p.plain_begin
+            if p.BIAS:
+                # rows before the table, rows that meet it
+                if not p.BAND_FIRST:
+                    dk, dv, count, flushes = row_loop(
+                        p, dk, dv, member, limit, count, flushes, plain_begin, p.band_begin, False, False
+                    )
+                dk, dv, count, flushes = row_loop(
+                    p, dk, dv, member, limit, count, flushes, p.band_begin, p.band_end, False, True
+                )
+                plain_begin = p.band_end
+            dk, dv, count, flushes = row_loop(p, dk, dv, member, limit, count, flushes, plain_begin, p.plain_end, False, False)
             if p.HAS_LEFT:
-                for i in range(p.plain_end, p.end):
-                    dk, dv = row_block(p, dk, dv, i, count, True)
-                    count += 1
+                dk, dv, count, flushes = row_loop(p, dk, dv, member, limit, count, flushes, p.plain_end, p.end, True, p.BIAS)
     # k and v have been read for the last time: their shared memory takes dk and dv
     p.v_s.store(dv.to(dtype))
     p.k_s.store((dk * p.scale).to(dtype))
@@ -314,7 +410,7 @@ def gradients(p):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["n_segments", "row_tiles", "heads", "group", "sq", "sk", "left", "right"])
+@gluon.jit(do_not_specialize=["n_segments", "row_tiles", "heads", "group", "sq", "sk", "left", "right", "n_bias", "origin"])
 def _bwd_kernel(
     q_desc,
     do_desc,
@@ -325,6 +421,10 @@ def _bwd_kernel(
     lse_desc,
     delta_desc,
     acc_desc,
+    share_desc,
+    diagonals_desc,
+    table_ptr,
+    tau_ptr,
     cu_q_ptr,
     cu_k_ptr,
     cu_key_tiles_ptr,
@@ -339,6 +439,9 @@ def _bwd_kernel(
     right,
     scale,
     scale_log2,
+    cap,
+    n_bias,
+    origin,
     D: gl.constexpr,
     DV: gl.constexpr,
     BD: gl.constexpr,
@@ -351,8 +454,9 @@ def _bwd_kernel(
     VARLEN: gl.constexpr,
     SPLIT: gl.constexpr,
     WIDE: gl.constexpr,
-    EARLY_WAIT: gl.constexpr,
-    REVERSED: gl.constexpr,
+    OVERLAP: gl.constexpr,
+    BAND_FIRST: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     tile = gl.program_id(0)
@@ -378,6 +482,15 @@ def _bwd_kernel(
     if j0 + BN > sk:
         plain_begin = end
         plain_end = end
+    TAU: gl.constexpr = tau_ptr is not None
+    BIAS: gl.constexpr = table_ptr is not None
+    DBIAS: gl.constexpr = diagonals_desc is not None
+    band_begin = None
+    band_end = None
+    if BIAS:
+        band_begin, band_end = row_band(j0, last, sk - sq, origin, n_bias, BM)
+        band_begin = clamp(band_begin, plain_begin, plain_end)
+        band_end = clamp(band_end, band_begin, plain_end)
 
     k_s = gl.allocate_shared_memory(dtype, [BN, BD], gl.NVMMASharedLayout.get_default_for([BN, BD], dtype))
     v_s = gl.allocate_shared_memory(dtype, [BN, BDV], gl.NVMMASharedLayout.get_default_for([BN, BDV], dtype))
@@ -394,6 +507,17 @@ def _bwd_kernel(
         p_s = gl.allocate_shared_memory(dtype, [BN, BM], t_layout)
     if WIDE or not SPLIT:
         ds_s = gl.allocate_shared_memory(dtype, [BN, BM], t_layout)
+    share_s = None
+    if TAU:
+        share_s = gl.allocate_shared_memory(gl.float32, [ST, BM], share_desc.layout)
+    diagonals_s = None
+    edge_s = None
+    diagonals_empty = None
+    if DBIAS:
+        rows_l: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        diagonals_s = gl.allocate_shared_memory(gl.float32, [BM // 8, GROUPS, CELLS], rows_l)
+        edge_s = gl.allocate_shared_memory(gl.float32, [GROUPS, CELLS], rows_l)
+        diagonals_empty = barriers(1, 1)
     if not SPLIT:
         dq_s = gl.allocate_shared_memory(gl.float32, [BM, BD], dq_tile_layout(BM, BD))
     args = Backward(
@@ -406,6 +530,10 @@ def _bwd_kernel(
         lse_desc=lse_desc,
         delta_desc=delta_desc,
         acc_desc=acc_desc,
+        share_desc=share_desc,
+        diagonals_desc=diagonals_desc,
+        table_ptr=table_ptr,
+        tau_ptr=tau_ptr,
         k_s=k_s,
         v_s=v_s,
         q_s=q_s,
@@ -415,10 +543,14 @@ def _bwd_kernel(
         p_s=p_s,
         ds_s=ds_s,
         dq_s=dq_s,
+        share_s=share_s,
+        diagonals_s=diagonals_s,
+        edge_s=edge_s,
         kv_full=barriers(1, 1),
         q_full=barriers(ST, 1),
         do_full=barriers(ST, 1),
         dq_empty=barriers(1, 1),
+        diagonals_empty=diagonals_empty,
         b=b,
         kv_head=kv_head,
         heads=heads,
@@ -434,6 +566,11 @@ def _bwd_kernel(
         plain_begin=plain_begin,
         plain_end=plain_end,
         end=end,
+        band_begin=band_begin,
+        band_end=band_end,
+        origin=origin,
+        n_bias=n_bias,
+        cap=cap,
         left=left,
         right=right,
         scale=scale,
@@ -448,60 +585,88 @@ def _bwd_kernel(
         VARLEN=VARLEN,
         SPLIT=SPLIT,
         WIDE=WIDE,
-        EARLY_WAIT=EARLY_WAIT,
-        REVERSED=REVERSED,
+        OVERLAP=OVERLAP,
+        BAND_FIRST=BAND_FIRST,
+        SLOTS=SLOTS,
         DO_EMPTY=Q_EMPTY + ST,
         DQ_FULL=Q_EMPTY + 2 * ST,
+        BIAS=BIAS,
+        DBIAS=DBIAS,
+        SOFTCAP=cap is not None,
+        TAU=TAU,
     )
     fence_async_shared()
-    gl.warp_specialize([(gradients, (args,)), (loader, (args,)), (dq_reducer, (args,))], [1, 1], [24, 24])
+    gl.warp_specialize([(gradients, (args,)), (loader, (args,)), (reducer, (args,))], [1, 1], [24, 24])
 
 
-def backward(call: Call, y: Tensor, lse: Tensor, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]) -> dict[str, Tensor]:
+def backward(
+    call: Call, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]
+) -> dict[str, Tensor]:
     """The gradients of a call that `why_not` accepts."""
-    launch = Launch(call)
+    launch = Launch(call, y, lse, u, dy, dlse, choices=needs)
     dq, dk, dv = torch.empty_like(call.q), torch.empty_like(call.k), torch.empty_like(call.v)
     out = {"dq": dq, "dk": dk, "dv": dv}
     if launch.sq == 0 or launch.sk == 0 or launch.batch == 0:
-        return {name: out[name].zero_() for name in needs}
-    config = backward_config(call)
+        return {name: _without_pairs(call, name, lse, dlse) for name in needs}
+    config = launch.once("backward", lambda: backward_config(call))
     split = config.split or call.deterministic or "dq" not in needs
-    rows = prepass(launch, config, y, lse, dy, dlse, clear_dq=not split)
-    if needs & {"dk", "dv"} or not split:
-        _dk_dv(launch, rows, dk, dv, split)
+    rows = prepass(launch, config, y, lse, u, dy, dlse, not split, out, needs)
+    # diagonals are added in the order in which CTAs come, and need the fragments of 128 keys
+    fused = "dbias" in needs and not (call.deterministic or config.wide)
+    diagonals = Diagonals.of(launch) if fused else None
+    if needs & {"dk", "dv"} or fused or not split:
+        _dk_dv(launch, rows, dk, dv, diagonals, split)
     if "dq" in needs:
         split_dq(launch, rows, dq) if split else convert_dq(launch, rows, dq)
+    if "dbias" in needs:
+        out["dbias"] = band_dbias(launch, rows) if diagonals is None else diagonals.dbias()
     return {name: out[name] for name in needs}
 
 
-def _dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, split: bool) -> None:
-    call, config = launch.call, rows.config
+def _without_pairs(call: Call, name: str, lse: Tensor, dlse: Tensor | None) -> Tensor:
+    """A gradient where no row meets a key: 0, except that a sink alone is the whole lse (math.md section 2)."""
+    given = getattr(call, name[1:])
+    if name == "dsink" and dlse is not None:
+        return dlse.float().sum(dim=(0, 2)).to(given.dtype)
+    return torch.zeros_like(given)
+
+
+def _dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, diagonals: Diagonals | None, split: bool) -> None:
+    call, config, spec = launch.call, rows.config, launch.call.spec
     cu_q, cu_k, cu_tiles, n_segments = launch.packing(call.cu_seqlens_k, config.block_n)
-    grid = (launch.key_tiles(config.block_n), launch.batch * launch.kv_heads)
-    start(
-        _bwd_kernel,
-        grid,
-        [
+    do, lse2, delta, acc, first_tiles = rows.do, rows.lse2, rows.delta, rows.accumulator, rows.first_tiles
+    share, table = rows.share, table_of(call)
+    tau = None if call.tau is None else call.tau.contiguous()
+
+    def describe() -> dict[str, Any]:
+        args = [
             launch.rows(call.q, config.block_m, launch.bd),
-            launch.rows(rows.do, config.block_m, launch.bdv),
+            launch.rows(do, config.block_m, launch.bdv),
             launch.rows(call.k, config.block_n, launch.bd),
             launch.rows(call.v, config.block_n, launch.bdv),
             launch.rows(dk, config.block_n, launch.bd),
             launch.rows(dv, config.block_n, launch.bdv),
-            rows.vector(rows.lse2),
-            rows.vector(rows.delta),
-            rows.accumulator(launch.bd),
+            rows.vector(lse2),
+            rows.vector(delta),
+            rows.tiles_of_dq(launch.bd),
+            None if share is None else rows.vector(share),
+            None if diagonals is None else diagonals.boxes,
+            table,
+            tau,
             cu_q,
             cu_k,
             cu_tiles,
-            rows.first_tiles,
+            first_tiles,
             n_segments,
             rows.tiles,
             *launch.geometry,
             call.scale,
-            call.scale * LOG2E,
-        ],
-        {
+            unit_of(call) * LOG2E,
+            None if spec.softcap is None else cap_factor(call),
+            None if call.bias is None else call.bias.shape[1],
+            None if call.bias is None else spec.bias_origin,
+        ]
+        constants = {
             "D": launch.d,
             "DV": launch.dv,
             "BD": launch.bd,
@@ -511,10 +676,14 @@ def _dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, split: bool) -> N
             "ST": config.stages,
             "SPLIT": split,
             "WIDE": config.wide,
-            "EARLY_WAIT": config.early_wait,
-            "REVERSED": config.reverse,
+            "OVERLAP": config.overlap,
+            "BAND_FIRST": call.bias is not None and spec.right is not None and spec.bias_origin >= spec.right,
+            "SLOTS": 1 if diagonals is None else diagonals.acc.shape[0],
             **launch.flags,
-        },
-        num_warps=8,
-        maxnreg=168,
-    )
+        }
+        grid = (launch.key_tiles(config.block_n), launch.batch * launch.kv_heads)
+        return {"grid": grid, "args": args, "constants": constants, "num_warps": 8, "maxnreg": 168}
+
+    terms = (share, None if diagonals is None else diagonals.acc, table, tau)
+    tensors = (call.q, do, call.k, call.v, dk, dv, lse2, delta, acc, *terms, cu_q, cu_k, cu_tiles, first_tiles)
+    launch.start(_bwd_kernel, tensors, describe)

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
-from triton.language.core import _aggregate
+from triton.language.core import _aggregate, base_value
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -25,6 +25,10 @@ else:
         """Shared-to-global TMA with fp32 add; the builder's operation has no Python name before 3.8."""
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+# a field of `arguments` that may be None: then it is a constant, and nothing is captured for it
+Maybe = base_value
 
 
 @builtin
@@ -48,6 +52,8 @@ def arguments(cls: type) -> Any:
                 value = gl.constexpr(_core._unwrap_if_constexpr(value))
             elif kind is gl.tensor:
                 value = _semantic.to_tensor(value)
+            elif kind is Maybe and not isinstance(value, base_value):
+                value = gl.constexpr(value)
             setattr(self, name, value)
 
     __init__.__triton_builtin__ = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Tile sizes of the Hopper kernels: pure functions of the head dimensions and the mask, never of lengths.
+"""Tile sizes of the Hopper kernels: pure functions of the head dimensions, the mask, and whether sequences are short.
 
 Widths are powers of two (TMA fills the columns beyond D with zeros). `docs/hopper.md` has the measurements behind the choices.
 """
@@ -13,6 +13,8 @@ from backlight.config import resolve
 SHARED_MEMORY = 227 * 1024
 BARRIERS = 1024
 TOGETHER = 8
+# rows of a sequence up to which 128 rows a tile beat 192 under a mask
+SHORT = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,12 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+def rows_of(call: Call) -> int:
+    """Rows of a sequence, the mean of packed ones."""
+    sequences = 1 if call.cu_seqlens_q is None else max(1, call.cu_seqlens_q.shape[0] - 1)
+    return call.q.shape[2] // sequences
+
+
 def forward_config(call: Call) -> ForwardConfig:
     return resolve("hopper.forward", lambda: forward_heuristic(call))
 
@@ -55,11 +63,24 @@ def forward_config(call: Call) -> ForwardConfig:
 def forward_heuristic(call: Call) -> ForwardConfig:
     width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
     masked = call.spec.masked
+    if width <= 64 and masked and rows_of(call) <= SHORT:
+        return ForwardConfig(128, 2)
     if width <= 64:
         return ForwardConfig(128, 3, pingpong=masked, late_rescale=masked)
     if width <= 128:
         return ForwardConfig(128, 2)
     return ForwardConfig(64, 2, early_p=not masked, late_rescale=not masked)
+
+
+def elastic_config(call: Call) -> ForwardConfig:
+    """With tau: no options but block_n, consumers, stages, persistent and together."""
+    return resolve("hopper.elastic", lambda: elastic_heuristic(call))
+
+
+def elastic_heuristic(call: Call) -> ForwardConfig:
+    width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
+    short = call.spec.masked and rows_of(call) <= SHORT
+    return ForwardConfig(128, 3 if width <= 64 and not short else 2)
 
 
 def share_q_and_o(config: ForwardConfig, bd: int, bdv: int) -> bool:
@@ -83,10 +104,9 @@ def heads_together(call: Call, config: ForwardConfig) -> int:
 class BackwardConfig:
     """Tiles of `block_m` rows x `block_n` keys.
 
-    split:      dq comes from a kernel of its own.
-    wide:       heads wider than 128: two warpgroups share 64 keys and split columns.
-    early_wait: the wait for the dq buffer stands before that for dp, which keeps exp2 under the matmul.
-    reverse:    rows from the last block to the first, so that CTAs of a causal head read the same rows at one time.
+    split:   dq comes from a kernel of its own.
+    wide:    heads wider than 128: two warpgroups share 64 keys and split columns.
+    overlap: exp2 stays under the matmul of dp, which the compiler would wait for first.
     """
 
     block_m: int
@@ -94,8 +114,7 @@ class BackwardConfig:
     stages: int = 2
     split: bool = False
     wide: bool = False
-    early_wait: bool = False
-    reverse: bool = False
+    overlap: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +133,12 @@ def backward_config(call: Call) -> BackwardConfig:
 def backward_heuristic(call: Call) -> BackwardConfig:
     width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
     if width > 128:
-        return BackwardConfig(64, 64, split=True, wide=True)
+        return BackwardConfig(64, 64, split=True, wide=True, overlap=True)
     if width > 64:
-        return BackwardConfig(64, 128, early_wait=call.spec.masked, reverse=call.spec.masked)
+        return BackwardConfig(64, 128, overlap=True)
+    if call.spec.softcap is not None:
+        # the capped scores stay in registers
+        return BackwardConfig(64, 128, overlap=True)
     return BackwardConfig(128, 128)
 
 

@@ -7,6 +7,8 @@ visit their key blocks, s and dp recomputed, ds going from registers straight in
 
 # device code: compiled by Triton from its own types, never run by Python
 
+from typing import Any
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,12 +20,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from backlight.backends.hopper.compat import arguments, smem_reinterpret, tma_load
+from backlight.backends.hopper.compat import Maybe, arguments, smem_reinterpret, tma_load
 from backlight.backends.hopper.config import dq_config
-from backlight.backends.hopper.launch import Launch, start
+from backlight.backends.hopper.launch import Launch
 from backlight.backends.hopper.prepass import Rows
 from backlight.backends.hopper.primitives import (
+    INF,
     WM,
+    bar_arrive,
+    bar_sync,
     barriers,
     before,
     between,
@@ -36,6 +41,17 @@ from backlight.backends.hopper.primitives import (
     pieces,
     stage_of,
     store_tile,
+)
+from backlight.backends.hopper.terms import (
+    TABLE_PAD,
+    bias_tile,
+    cap_factor,
+    cap_slope,
+    capped,
+    key_band,
+    table_of,
+    threshold,
+    unit_of,
 )
 from backlight.spec import LOG2E
 
@@ -112,11 +128,11 @@ def _dq_convert_kernel(
 
 def convert_dq(launch: Launch, rows: Rows, dq: Tensor) -> None:
     block = rows.config.block_m
-    start(
-        _dq_convert_kernel,
-        (rows.tiles, launch.batch * launch.heads),
-        [
-            rows.accumulator(launch.bd),
+    acc = rows.accumulator
+
+    def describe() -> dict[str, Any]:
+        args = [
+            rows.tiles_of_dq(launch.bd),
             launch.rows(dq, block, launch.bd),
             rows.cu_q,
             rows.first_tiles,
@@ -125,17 +141,20 @@ def convert_dq(launch: Launch, rows: Rows, dq: Tensor) -> None:
             launch.sq,
             rows.tiles,
             launch.call.scale,
-        ],
-        {
-            "BM": block,
-            "BD": launch.bd,
-            "VARLEN": launch.call.varlen,
-        },
-        num_warps=8,
-    )
+        ]
+        constants = {"BM": block, "BD": launch.bd, "VARLEN": launch.call.varlen}
+        return {"grid": (rows.tiles, launch.batch * launch.heads), "args": args, "constants": constants, "num_warps": 8}
+
+    launch.start(_dq_convert_kernel, (acc, dq, rows.cu_q, rows.first_tiles), describe)
 
 
 # --- by a kernel that owns rows ----------------------------------------------------------------------------------------------
+
+
+# named barriers, both warpgroups and the producer
+K_EMPTY = gl.constexpr(8)
+V_EMPTY = gl.constexpr(12)
+EVERYBODY = gl.constexpr(2 * 128 + 32)
 
 
 @arguments
@@ -147,15 +166,16 @@ class RowOwner:
     dq_desc: tma.tensor_descriptor
     lse_ptr: gl.tensor
     delta_ptr: gl.tensor
+    share_ptr: Maybe
+    table_ptr: Maybe
+    tau_ptr: Maybe
     q_s: gl.shared_memory_descriptor
     do_s: gl.shared_memory_descriptor
     k_s: gl.shared_memory_descriptor
     v_s: gl.shared_memory_descriptor
     rows_full: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
-    k_empty: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
-    v_empty: gl.shared_memory_descriptor
     b: gl.tensor
     h: gl.tensor
     kv_head: gl.tensor
@@ -169,6 +189,11 @@ class RowOwner:
     plain_begin: gl.tensor
     plain_end: gl.tensor
     end: gl.tensor
+    band_begin: Maybe
+    band_end: Maybe
+    origin: Maybe
+    n_bias: Maybe
+    cap: Maybe
     left: gl.tensor
     right: gl.tensor
     scale: gl.tensor
@@ -194,16 +219,26 @@ def producer(p):
     for j in range(p.begin, p.end):
         k_stage = stage_of(j - p.begin, p.ST)
         v_stage = stage_of(j - p.begin, p.VST)
-        mbarrier.wait(p.k_empty.index(k_stage), phase_of(j - p.begin, p.ST) ^ 1)
+        if j - p.begin >= p.ST:
+            bar_sync(K_EMPTY + k_stage, EVERYBODY)
         mbarrier.expect(p.k_full.index(k_stage), p.k_desc.block_type.nbytes)
         load_tile(p.k_desc, p.b, p.kv_head, p.k_start, p.sk, j * p.BN, p.k_full.index(k_stage), p.k_s.index(k_stage), p.VARLEN)
-        mbarrier.wait(p.v_empty.index(v_stage), phase_of(j - p.begin, p.VST) ^ 1)
+        if j - p.begin >= p.VST:
+            bar_sync(V_EMPTY + v_stage, EVERYBODY)
         mbarrier.expect(p.v_full.index(v_stage), p.v_desc.block_type.nbytes)
         load_tile(p.v_desc, p.b, p.kv_head, p.k_start, p.sk, j * p.BN, p.v_full.index(v_stage), p.v_s.index(v_stage), p.VARLEN)
+    # every arrival is met, those of the last round included
+    count = p.end - p.begin
+    for i in gl.static_range(p.ST):
+        if count >= p.ST - i:
+            bar_sync(K_EMPTY + stage_of(count + i, p.ST), EVERYBODY)
+    for i in gl.static_range(p.VST):
+        if count >= p.VST - i:
+            bar_sync(V_EMPTY + stage_of(count + i, p.VST), EVERYBODY)
 
 
 @gluon.jit
-def key_block(p, q, do, dq, lse, delta, j, W: gl.constexpr):
+def key_block(p, q, do, dq, lse, delta, share, limit, j, W: gl.constexpr):
     BN: gl.constexpr = p.BN
     PIECES: gl.constexpr = len(pieces(p.DV, p.v_s.shape[2]))
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -217,7 +252,14 @@ def key_block(p, q, do, dq, lse, delta, j, W: gl.constexpr):
     mbarrier.wait(p.v_full.index(v_stage), phase_of(j - p.begin, p.VST))
     dp_token = mma_over_columns(do, p.v_s.index(v_stage), zero, p.DV)
     s = warpgroup_mma_wait(PIECES, deps=[s_token])
-    pr = gl.exp2(s * p.scale_log2 - gl.expand_dims(lse, 1))
+    if p.cap is not None:
+        s = capped(s, p.cap)
+    x = s
+    if p.table_ptr is not None:  # noqa: SIM102 (known to the compiler)
+        if (j >= p.band_begin) & (j < p.band_end):
+            column = p.i0 + W * WM + p.sk - p.sq - j * BN + p.origin
+            x = s + bias_tile(p.table_ptr, column, p.n_bias, zero, False)
+    pr = gl.exp2(x * p.scale_log2 - gl.expand_dims(lse, 1))
     if (j < p.plain_begin) | (j >= p.plain_end):
         position = p.i0 + W * WM + p.sk - p.sq + gl.arange(0, WM, row_l)
         first, end = key_limits(position, p.sk, p.left, p.right, p.HAS_LEFT, p.HAS_RIGHT)
@@ -226,14 +268,20 @@ def key_block(p, q, do, dq, lse, delta, j, W: gl.constexpr):
             seen = between(first - j * BN, end - j * BN, columns)
         else:
             seen = before(end - j * BN, columns)
-        pr = gl.where(seen, pr, 0.0)
-    dp = warpgroup_mma_wait(0, deps=[dp_token])
-    mbarrier.arrive(p.v_empty.index(v_stage), count=1)
+        # with tau a hidden key must stay hidden whatever is added to its p
+        pr = gl.where(seen, pr, 0.0 if p.share_ptr is None else -INF)
+    dp, pr = warpgroup_mma_wait(0, deps=[dp_token, pr])
+    bar_arrive(V_EMPTY + v_stage, EVERYBODY)
+    if p.share_ptr is not None:
+        dp = gl.where(pr + gl.expand_dims(share, 1) > limit, dp, 0.0)
+        pr = gl.maximum(pr, 0.0)
     ds = pr * (dp - gl.expand_dims(delta, 1))
+    if p.cap is not None:
+        ds = ds * cap_slope(s)
     ds16 = gl.convert_layout(ds.to(p.q_desc.dtype), a_l, assert_trivial=True)
     dq_token = warpgroup_mma(ds16, p.k_s.index(k_stage), dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=[dq_token])
-    mbarrier.arrive(p.k_empty.index(k_stage), count=1)
+    bar_arrive(K_EMPTY + k_stage, EVERYBODY)
     return dq
 
 
@@ -247,17 +295,22 @@ def consumer(p, W: gl.constexpr):
     # rows beyond those of the sequence belong to others or to nobody: their results are not stored
     lse = gl.load(p.lse_ptr + row)
     delta = gl.load(p.delta_ptr + row)
+    share = delta
+    limit = 0.0
+    if p.share_ptr is not None:
+        share = gl.load(p.share_ptr + row)
+        limit = threshold(gl.load(p.tau_ptr + p.h).to(gl.float32))
     dq = gl.zeros([WM, BD], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 16]))
     mbarrier.wait(p.rows_full.index(W), 0)
     for j in range(p.begin, p.end):
-        dq = key_block(p, q, do, dq, lse, delta, j, W)
+        dq = key_block(p, q, do, dq, lse, delta, share, limit, j, W)
     q.store((dq * p.scale).to(p.q_desc.dtype))
     fence_async_shared()
     store_tile(p.dq_desc, p.b, p.h, p.q_start, p.sq, p.i0 + W * WM, q, p.VARLEN)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["n_segments", "padded_rows", "heads", "group", "sq", "sk", "left", "right"])
+@gluon.jit(do_not_specialize=["n_segments", "padded_rows", "heads", "group", "sq", "sk", "left", "right", "n_bias", "origin"])
 def _dq_kernel(
     q_desc,
     do_desc,
@@ -266,6 +319,9 @@ def _dq_kernel(
     dq_desc,
     lse_ptr,
     delta_ptr,
+    share_ptr,
+    table_ptr,
+    tau_ptr,
     cu_q_ptr,
     cu_k_ptr,
     cu_tiles_ptr,
@@ -280,6 +336,9 @@ def _dq_kernel(
     right,
     scale,
     scale_log2,
+    cap,
+    n_bias,
+    origin,
     D: gl.constexpr,
     DV: gl.constexpr,
     BD: gl.constexpr,
@@ -319,6 +378,11 @@ def _dq_kernel(
     shift = sk - sq
     last_position = gl.minimum(i0 + BM, sq) - 1 + shift
     begin, plain_begin, plain_end, end = key_blocks(i0 + shift, last_position, sk, left, right, BN, HAS_LEFT, HAS_RIGHT)
+    band_begin = None
+    band_end = None
+    if table_ptr is not None:
+        table_ptr += h.to(gl.int64) * (n_bias + 2 * TABLE_PAD)
+        band_begin, band_end = key_band(i0 + shift, last_position, origin, n_bias, BN)
 
     q_s = gl.allocate_shared_memory(dtype, [NC, WM, BD], gl.NVMMASharedLayout.get_default_for([WM, BD], dtype))
     do_s = gl.allocate_shared_memory(dtype, [NC, WM, BDV], gl.NVMMASharedLayout.get_default_for([WM, BDV], dtype))
@@ -332,15 +396,16 @@ def _dq_kernel(
         dq_desc=dq_desc,
         lse_ptr=lse_ptr,
         delta_ptr=delta_ptr,
+        share_ptr=share_ptr,
+        table_ptr=table_ptr,
+        tau_ptr=tau_ptr,
         q_s=q_s,
         do_s=do_s,
         k_s=k_s,
         v_s=v_s,
         rows_full=barriers(NC, 1),
         k_full=barriers(ST, 1),
-        k_empty=barriers(ST, NC),
         v_full=barriers(VST, 1),
-        v_empty=barriers(VST, NC),
         b=head // heads,
         h=h,
         kv_head=h // group,
@@ -354,6 +419,11 @@ def _dq_kernel(
         plain_begin=plain_begin,
         plain_end=plain_end,
         end=end,
+        band_begin=band_begin,
+        band_end=band_end,
+        origin=origin,
+        n_bias=n_bias,
+        cap=cap,
         left=left,
         right=right,
         scale=scale,
@@ -373,12 +443,14 @@ def _dq_kernel(
 
 
 def split_dq(launch: Launch, rows: Rows, dq: Tensor) -> None:
-    call, config = launch.call, dq_config(launch.call)
+    call = launch.call
+    config = launch.once("dq", lambda: dq_config(call))
     cu_q, cu_k, first_tiles, n_segments = launch.packing(call.cu_seqlens_q, 128)
-    start(
-        _dq_kernel,
-        (launch.row_tiles(128), launch.batch * launch.heads),
-        [
+    table = table_of(call)
+    tau = None if call.tau is None else call.tau.contiguous()
+
+    def describe() -> dict[str, Any]:
+        args = [
             launch.rows(call.q, 64, launch.bd),
             launch.rows(rows.do, 64, launch.bdv),
             launch.rows(call.k, config.block_n, launch.bd),
@@ -386,6 +458,9 @@ def split_dq(launch: Launch, rows: Rows, dq: Tensor) -> None:
             launch.rows(dq, 64, launch.bd),
             rows.lse2,
             rows.delta,
+            rows.share,
+            table,
+            tau,
             cu_q,
             cu_k,
             first_tiles,
@@ -394,9 +469,12 @@ def split_dq(launch: Launch, rows: Rows, dq: Tensor) -> None:
             rows.tiles * rows.config.block_m,
             *launch.geometry,
             call.scale,
-            call.scale * LOG2E,
-        ],
-        {
+            unit_of(call) * LOG2E,
+            None if call.spec.softcap is None else cap_factor(call),
+            None if call.bias is None else call.bias.shape[1],
+            None if call.bias is None else call.spec.bias_origin,
+        ]
+        constants = {
             "D": launch.d,
             "DV": launch.dv,
             "BD": launch.bd,
@@ -406,7 +484,10 @@ def split_dq(launch: Launch, rows: Rows, dq: Tensor) -> None:
             "ST": config.stages,
             "VST": config.v_stages,
             **launch.flags,
-        },
-        num_warps=4,
-        maxnreg=168,
-    )
+        }
+        grid = (launch.row_tiles(128), launch.batch * launch.heads)
+        return {"grid": grid, "args": args, "constants": constants, "num_warps": 4, "maxnreg": 168}
+
+    row_state = (rows.lse2, rows.delta, rows.share, table, tau)
+    tensors = (call.q, rows.do, call.k, call.v, dq, *row_state, cu_q, cu_k, first_tiles, rows.first_tiles)
+    launch.start(_dq_kernel, tensors, describe)

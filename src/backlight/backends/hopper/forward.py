@@ -5,8 +5,14 @@ matmul; P goes from the accumulator's registers straight into the second matmul.
 causal mask touches the first one only. CTAs are persistent: the producer draws tiles (longest first under a mask) and publishes
 them with Q, so the next tile's loads and the last tile's store run under the softmax.
 
+Learned terms (terms.py) are compiled in: the cap and the bias change scores, the sink is where a row's sum starts, the gate
+waits in the buffer that O leaves through. An absent term is None: neither an argument nor a captured value. tau: elastic.py.
+
 Registers: S and O fp32, P 16 bit. Shared memory: Q and O [NC, 64, D], K and V [ST, BN, D]. Parity: tests/hopper.
 """
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +26,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from backlight.backends.hopper.compat import arguments, smem_reinterpret
-from backlight.backends.hopper.config import forward_config, heads_together, share_q_and_o
-from backlight.backends.hopper.launch import Launch, multiprocessors, start
+from backlight.backends.hopper.compat import Maybe, arguments, smem_reinterpret
+from backlight.backends.hopper.config import (
+    ForwardConfig,
+    elastic_config,
+    forward_config,
+    heads_together,
+    share_q_and_o,
+)
+from backlight.backends.hopper.elastic import elastic_consumer, elastic_producer
+from backlight.backends.hopper.launch import Launch, multiprocessors, readable
 from backlight.backends.hopper.primitives import (
     INF,
     LN2,
@@ -30,13 +43,8 @@ from backlight.backends.hopper.primitives import (
     bar_arrive,
     bar_sync,
     barriers,
-    before,
-    between,
     clamp,
-    key_blocks,
-    key_limits,
     load_tile,
-    locate,
     mma_over_columns,
     phase_of,
     row_sum_layout,
@@ -44,18 +52,26 @@ from backlight.backends.hopper.primitives import (
     stage_of,
     store_tile,
 )
+from backlight.backends.hopper.terms import cap_factor, sigmoid, sink_sums, table_of, unit_of
+from backlight.backends.hopper.tiles import (
+    BLOCK,
+    END,
+    HEAD,
+    K_EMPTY,
+    SEGMENT,
+    SLOT,
+    draw,
+    head_table,
+    hide,
+    lengths,
+    load_gate,
+    publish,
+    published,
+    tile_blocks,
+    with_terms,
+)
 from backlight.call import Call
 from backlight.spec import LOG2E
-
-# the first named barrier: K_EMPTY + stage, then V_EMPTY + stage, then TURN + warpgroup (ping-pong)
-K_EMPTY = gl.constexpr(8)
-# a published tile: batch * heads + head (END when there is none left), packed sequence, row block; four slots, because a
-# consumer reads its tile once more at the end of it, when the producer may be two tiles ahead
-SLOT = gl.constexpr(4)
-END = gl.constexpr(-1)
-HEAD = gl.constexpr(0)
-SEGMENT = gl.constexpr(1)
-BLOCK = gl.constexpr(2)
 
 
 @arguments
@@ -64,7 +80,12 @@ class Forward:
     k_desc: tma.tensor_descriptor
     v_desc: tma.tensor_descriptor
     o_desc: tma.tensor_descriptor
+    gate_desc: Maybe
     lse_ptr: gl.tensor
+    u_desc: Maybe
+    table_ptr: Maybe
+    sink_ptr: Maybe
+    tau_ptr: Maybe
     cu_q_ptr: gl.tensor
     cu_k_ptr: gl.tensor
     cu_tiles_ptr: gl.tensor
@@ -73,11 +94,13 @@ class Forward:
     k_s: gl.shared_memory_descriptor
     v_s: gl.shared_memory_descriptor
     o_s: gl.shared_memory_descriptor
+    u_s: Maybe
     tile_s: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
+    gate_full: Maybe
     dynamic: gl.tensor
     n_segments: gl.tensor
     n_tiles: gl.tensor
@@ -89,8 +112,11 @@ class Forward:
     sk: gl.tensor
     left: gl.tensor
     right: gl.tensor
-    scale: gl.tensor
-    scale_log2: gl.tensor
+    unit: gl.tensor
+    unit_log2: gl.tensor
+    cap_factor: Maybe
+    n_bias: Maybe
+    bias_origin: Maybe
     D: gl.constexpr
     BN: gl.constexpr
     NC: gl.constexpr
@@ -103,48 +129,14 @@ class Forward:
     VARLEN: gl.constexpr
     PINGPONG: gl.constexpr
     SHARE_QO: gl.constexpr
+    SOFTCAP: gl.constexpr
+    BIAS: gl.constexpr
+    SINK: gl.constexpr
+    GATE: gl.constexpr
+    SAVE_U: gl.constexpr
     V_EMPTY: gl.constexpr
     TURN: gl.constexpr
     EVERYBODY: gl.constexpr
-
-
-@gluon.jit
-def lengths(p, z):
-    """(first row, first key, rows, keys) of a packed sequence, or of the whole batch entry."""
-    q_start = p.sq * 0
-    k_start = q_start
-    sq = p.sq
-    sk = p.sk
-    if p.VARLEN:
-        q_start = gl.load(p.cu_q_ptr + z)
-        k_start = gl.load(p.cu_k_ptr + z)
-        sq = gl.load(p.cu_q_ptr + z + 1) - q_start
-        sk = gl.load(p.cu_k_ptr + z + 1) - k_start
-    return q_start, k_start, sq, sk
-
-
-@gluon.jit
-def tile_blocks(p, i0, rows, sq, sk):
-    """`key_blocks` of rows [i0, i0 + rows), at least one block."""
-    shift = sk - sq
-    first = i0 + shift
-    last = gl.minimum(i0 + rows, sq) - 1 + shift
-    begin, plain_begin, plain_end, end = key_blocks(first, last, sk, p.left, p.right, p.BN, p.HAS_LEFT, p.HAS_RIGHT)
-    return begin, plain_begin, plain_end, gl.maximum(end, begin + 1)
-
-
-@gluon.jit
-def publish(p, slot, head, z, block):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    p.tile_s.index(slot * SLOT + HEAD).store(gl.full([1], head, gl.int32, one))
-    p.tile_s.index(slot * SLOT + SEGMENT).store(gl.full([1], z, gl.int32, one))
-    p.tile_s.index(slot * SLOT + BLOCK).store(gl.full([1], block, gl.int32, one))
-
-
-@gluon.jit
-def published(p, slot, FIELD: gl.constexpr):
-    four: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(p.tile_s.index(slot * SLOT + FIELD).load(four), 0)
 
 
 @gluon.jit
@@ -155,20 +147,7 @@ def producer(p):
     count = tile * 0
     turn = tile * 0
     while tile < p.n_tiles:
-        next_tile = tile + gl.num_programs(0)
-        if p.dynamic != 0:
-            next_tile = gl.atomic_add(p.counter_ptr, 1) + gl.num_programs(0)
-        # `together` heads advance side by side, their row blocks from the last (longest under a causal mask) to the first
-        section = tile // (p.row_tiles * p.together)
-        rank = tile % (p.row_tiles * p.together)
-        head = section * p.together + rank % p.together
-        block = p.row_tiles - 1 - rank // p.together
-        z = tile * 0
-        exists = tile >= 0
-        if p.VARLEN:
-            z, first = locate(block, p.cu_tiles_ptr, p.n_segments)
-            block -= first
-            exists = z < p.n_segments
+        next_tile, head, z, block, exists = draw(p, tile)
         if exists:
             b = head // p.heads
             h = head % p.heads
@@ -223,18 +202,6 @@ def pass_by(p, n, count, W: gl.constexpr):
 
 
 @gluon.jit
-def hide(p, s, position, block, sk):
-    """Masked scores of one key block."""
-    columns = gl.arange(0, p.BN, gl.SliceLayout(0, s.type.layout))
-    first, end = key_limits(position, sk, p.left, p.right, p.HAS_LEFT, p.HAS_RIGHT)
-    if p.HAS_LEFT:
-        seen = between(first - block * p.BN, end - block * p.BN, columns)
-    else:
-        seen = before(end - block * p.BN, columns)
-    return gl.where(seen, s, -INF)
-
-
-@gluon.jit
 def as_weights(p32, o, dtype: gl.constexpr):
     """P as the register operand of the second matmul."""
     return gl.convert_layout(p32.to(dtype), gl.DotOperandLayout(0, o.type.layout, 2), assert_trivial=True)
@@ -274,19 +241,30 @@ def consumer(p, W: gl.constexpr):
         begin, plain_begin, plain_end, end = tile_blocks(p, i0, WM, sq, sk)
         begin = gl.minimum(begin, tile_end - 1)
         end = clamp(end, begin + 1, tile_end)
+        table_ptr = p.table_ptr
+        column = i0
+        if p.BIAS:
+            table_ptr = head_table(p, head)
+            column = i0 + sk - sq + p.bias_origin
+        if p.GATE and not p.SHARE_QO:
+            load_gate(p, W, turn)
 
         o = gl.zeros([WM, BDV], gl.float32, o_l)
         row_max = gl.full([WM], -INF, gl.float32, row_l)
         row_sum = gl.zeros([WM, 8], gl.float32, row_sum_layout(BN))
+        if p.SINK:
+            row_max = gl.full([WM], gl.load(p.sink_ptr + head % p.heads).to(gl.float32) / p.unit, gl.float32, row_l)
+            row_sum = sink_sums(row_sum)
         if p.HAS_RIGHT:
             count = pass_by(p, tile_end - end, count, W)
         mbarrier.wait(p.k_full.index(stage_of(count, ST)), phase_of(count, ST))
         s_token = mma_over_columns(q, p.k_s.index(stage_of(count, ST)), gl.zeros([WM, BN], gl.float32, s_l), p.D)
         s = warpgroup_mma_wait(0, deps=[s_token])
         bar_arrive(K_EMPTY + stage_of(count, ST), p.EVERYBODY)
+        s = with_terms(p, s, table_ptr, column, end - 1)
         if MASKED:
             s = hide(p, s, position, end - 1, sk)
-        p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale_log2, MASKED)
+        p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.unit_log2, MASKED)
         weights = as_weights(p32, o, dtype)
         count += 1
         mbarrier.wait(p.k_full.index(stage_of(count, ST)), phase_of(count, ST), pred=end - begin > 1)
@@ -307,10 +285,11 @@ def consumer(p, W: gl.constexpr):
                 bar_arrive(p.TURN + (W + 1) % p.NC, 256)
             s = warpgroup_mma_wait(1, deps=[s_token])
             bar_arrive(K_EMPTY + stage, p.EVERYBODY)
+            s = with_terms(p, s, table_ptr, column, block)
             if p.HAS_LEFT or p.HAS_RIGHT:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
                 if (block >= plain_end) | (block < plain_begin):
                     s = hide(p, s, position, block, sk)
-            p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale_log2, MASKED)
+            p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.unit_log2, MASKED)
             if p.EARLY_P:
                 new_weights = as_weights(p32, o, dtype)
             # the wait for the next K tile ends the basic block: without it ptxas hoists the wgmma wait above the softmax
@@ -329,12 +308,14 @@ def consumer(p, W: gl.constexpr):
 
         if not p.SHARE_QO:
             mbarrier.arrive(p.q_empty.index(W), count=1)
+        elif p.GATE:
+            load_gate(p, W, turn)
         last = stage_of(count - 1, ST)
         mbarrier.wait(p.v_full.index(last), phase_of(count - 1, ST))
         o_token = warpgroup_mma(weights, p.v_s.index(last), o, is_async=True)
         total = gl.convert_layout(gl.sum(row_sum, 1), row_l, assert_trivial=True)
-        # not through row_max * scale_log2 * ln 2: two rounded constants would show in the last bits
-        lse = row_max * p.scale + gl.log2(total) * LN2
+        # not through row_max * unit_log2 * ln 2: two rounded constants would show in the last bits
+        lse = row_max * p.unit + gl.log2(total) * LN2
         # read again: registers are short in the loops
         head = published(p, turn & 3, HEAD)
         i0 = published(p, turn & 3, BLOCK) * (NC * WM) + W * WM
@@ -345,8 +326,9 @@ def consumer(p, W: gl.constexpr):
         lse_row = head.to(gl.int64) * p.sq + q_start
         gl.store(p.lse_ptr + lse_row + rows, gl.where(total == 0.0, -INF, lse), mask=rows < sq)
         inverse = gl.expand_dims(gl.convert_layout(1.0 / total, gl.SliceLayout(1, o_l), assert_trivial=True), 1)
-        # the store of the tile before has left the buffer
-        tma.store_wait(0)
+        if not p.GATE:
+            # the store of the tile before has left the buffer
+            tma.store_wait(0)
         o = warpgroup_mma_wait(0, deps=[o_token])
         bar_arrive(p.V_EMPTY + last, p.EVERYBODY)
         o = o * inverse
@@ -354,6 +336,9 @@ def consumer(p, W: gl.constexpr):
             # rows without a visible key: total is 0, and o may be 0 * inf
             o = gl.where(inverse == INF, 0.0, o)
         o_s = p.o_s.index(W)
+        if p.GATE:
+            mbarrier.wait(p.gate_full.index(W), turn & 1)
+            o = o * sigmoid(o_s.load(o_l).to(gl.float32))
         o_s.store(o.to(dtype))
         fence_async_shared()
         store_tile(p.o_desc, b, h, q_start, sq, i0, o_s, p.VARLEN)
@@ -383,6 +368,8 @@ def consumer(p, W: gl.constexpr):
         "sk",
         "left",
         "right",
+        "n_bias",
+        "bias_origin",
     ]
 )
 def _fwd_kernel(
@@ -406,8 +393,16 @@ def _fwd_kernel(
     sk,
     left,
     right,
-    scale,
-    scale_log2,
+    unit,
+    unit_log2,
+    gate_desc,
+    u_desc,
+    table_ptr,
+    sink_ptr,
+    tau_ptr,
+    cap_factor,
+    n_bias,
+    bias_origin,
     D: gl.constexpr,
     BD: gl.constexpr,
     BDV: gl.constexpr,
@@ -433,13 +428,24 @@ def _fwd_kernel(
         o_s = smem_reinterpret(q_s, dtype, [SLOTS, WM, BDV], o_layout)
     else:
         o_s = gl.allocate_shared_memory(dtype, [SLOTS, WM, BDV], o_layout)
+    u_s = None
+    if u_desc is not None:
+        u_s = gl.allocate_shared_memory(dtype, [SLOTS, WM, BDV], o_layout)
+    gate_full = None
+    if gate_desc is not None:
+        gate_full = barriers(NC, 1)
     tile_s = gl.allocate_shared_memory(gl.int32, [4 * SLOT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     args = Forward(
         q_desc=q_desc,
         k_desc=k_desc,
         v_desc=v_desc,
         o_desc=o_desc,
+        gate_desc=gate_desc,
+        u_desc=u_desc,
         lse_ptr=lse_ptr,
+        table_ptr=table_ptr,
+        sink_ptr=sink_ptr,
+        tau_ptr=tau_ptr,
         cu_q_ptr=cu_q_ptr,
         cu_k_ptr=cu_k_ptr,
         cu_tiles_ptr=cu_tiles_ptr,
@@ -448,11 +454,13 @@ def _fwd_kernel(
         k_s=k_s,
         v_s=v_s,
         o_s=o_s,
+        u_s=u_s,
         tile_s=tile_s,
         q_full=barriers(NC, 1),
         q_empty=barriers(NC, 1),
         k_full=barriers(ST, 1),
         v_full=barriers(ST, 1),
+        gate_full=gate_full,
         dynamic=dynamic,
         n_segments=n_segments,
         n_tiles=n_tiles,
@@ -464,8 +472,11 @@ def _fwd_kernel(
         sk=sk,
         left=left,
         right=right,
-        scale=scale,
-        scale_log2=scale_log2,
+        unit=unit,
+        unit_log2=unit_log2,
+        cap_factor=cap_factor,
+        n_bias=n_bias,
+        bias_origin=bias_origin,
         D=D,
         BN=BN,
         NC=NC,
@@ -478,12 +489,33 @@ def _fwd_kernel(
         VARLEN=VARLEN,
         PINGPONG=PINGPONG,
         SHARE_QO=SHARE_QO,
+        SOFTCAP=cap_factor is not None,
+        BIAS=table_ptr is not None,
+        SINK=sink_ptr is not None,
+        GATE=gate_desc is not None,
+        SAVE_U=u_desc is not None,
         V_EMPTY=K_EMPTY + ST,
         TURN=K_EMPTY + 2 * ST,
         EVERYBODY=NC * 128 + 32,
     )
     fence_async_shared()
-    if NC == 2:
+    if tau_ptr is not None:
+        if NC == 2:
+            gl.warp_specialize(
+                [(elastic_consumer, (args, 0)), (elastic_consumer, (args, 1)), (elastic_producer, (args,))], [4, 1], [240, 24]
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (elastic_consumer, (args, 0)),
+                    (elastic_consumer, (args, 1)),
+                    (elastic_consumer, (args, 2)),
+                    (elastic_producer, (args,)),
+                ],
+                [4, 4, 1],
+                [160, 160, 24],
+            )
+    elif NC == 2:
         gl.warp_specialize([(consumer, (args, 0)), (consumer, (args, 1)), (producer, (args,))], [4, 1], [240, 24])
     else:
         gl.warp_specialize(
@@ -493,55 +525,89 @@ def _fwd_kernel(
         )
 
 
-def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """(y, lse) of a call that `why_not` accepts."""
-    launch = Launch(call)
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Tiles of a forward and the programs that share them; dynamic: they draw tiles from a counter."""
+
+    config: ForwardConfig
+    row_tiles: int
+    n_tiles: int
+    programs: int
+    uneven: bool
+    dynamic: bool
+
+    @classmethod
+    def of(cls, launch: Launch) -> "Schedule":
+        call = launch.call
+        config = forward_config(call) if call.tau is None else elastic_config(call)
+        row_tiles = launch.row_tiles(config.block_m)
+        n_tiles = row_tiles * launch.batch * launch.heads
+        programs = min(n_tiles, multiprocessors(call.q.device)) if config.persistent else n_tiles
+        uneven = call.spec.masked or call.varlen
+        return cls(config, row_tiles, n_tiles, programs, uneven, uneven and programs < n_tiles)
+
+
+def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(y, lse, u) of a call that `why_not` accepts; u (eq. 12) with tau only, and only when asked for."""
+    launch = Launch(call, choices=save_u)
     y = torch.empty_like(call.q) if launch.dv == launch.d else call.q.new_empty(*call.q.shape[:3], launch.dv)
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
+    u = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) if save_u and call.tau is not None else None
     if y.numel() == 0 or launch.sk == 0:
-        return y.zero_(), lse.fill_(-torch.inf)
-    config = forward_config(call)
-    row_tiles = launch.row_tiles(config.block_m)
-    n_tiles = row_tiles * launch.batch * launch.heads
-    programs = min(n_tiles, multiprocessors(call.q.device)) if config.persistent else n_tiles
-    uneven = call.spec.masked or call.varlen
-    dynamic = uneven and programs < n_tiles
-    counter = torch.zeros(int(dynamic), dtype=torch.int32, device=call.q.device)
-    start(
-        _fwd_kernel,
-        (programs,),
-        [
+        empty = -torch.inf if call.sink is None else call.sink.float()[None, :, None].expand_as(lse)
+        return y.zero_(), lse.copy_(torch.as_tensor(empty)), None if u is None else u.zero_()
+    schedule = launch.once("forward", lambda: Schedule.of(launch))
+    cu_q, cu_k, first_tiles, n_segments = launch.packing(call.cu_seqlens_q, schedule.config.block_m)
+    counter = launch.counter(schedule.dynamic)
+    gate = None if call.gate is None else readable(call.gate)
+    table = table_of(call)
+    sink, tau = (None if term is None else term.contiguous() for term in (call.sink, call.tau))
+
+    def describe() -> dict[str, Any]:
+        config, unit = schedule.config, unit_of(call)
+        args = [
             launch.rows(call.q, 64, launch.bd),
             launch.rows(call.k, config.block_n, launch.bd),
             launch.rows(call.v, config.block_n, launch.bdv),
             launch.rows(y, 64, launch.bdv),
             lse,
-            *launch.packing(call.cu_seqlens_q, config.block_m)[:3],
+            cu_q,
+            cu_k,
+            first_tiles,
             counter,
-            int(dynamic),
-            0 if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1,
-            n_tiles,
-            row_tiles,
+            int(schedule.dynamic),
+            n_segments,
+            schedule.n_tiles,
+            schedule.row_tiles,
             heads_together(call, config),
             *launch.geometry,
-            call.scale,
-            call.scale * LOG2E,
-        ],
-        {
+            unit,
+            unit * LOG2E,
+            *(None if x is None else launch.rows(x, 64, launch.bdv) for x in (gate, u)),
+            table,
+            sink,
+            tau,
+            cap_factor(call),
+            None if call.bias is None else call.bias.shape[1],
+            None if call.bias is None else call.spec.bias_origin,
+        ]
+        constants = {
             "D": launch.d,
             "BD": launch.bd,
             "BDV": launch.bdv,
             "BN": config.block_n,
             "NC": config.consumers,
             "ST": config.stages,
-            "EVEN": not uneven and launch.sk % config.block_n == 0,
+            "EVEN": not schedule.uneven and launch.sk % config.block_n == 0,
             "EARLY_P": config.early_p,
             "LATE_RESCALE": config.late_rescale,
             "PINGPONG": config.pingpong,
             "SHARE_QO": share_q_and_o(config, launch.bd, launch.bdv),
             **launch.flags,
-        },
-        num_warps=4,
-        maxnreg=168 if config.consumers == 2 else 128,
-    )
-    return y, lse
+        }
+        maxnreg = 168 if config.consumers == 2 else 128
+        return {"grid": (schedule.programs,), "args": args, "constants": constants, "num_warps": 4, "maxnreg": maxnreg}
+
+    tensors = (call.q, call.k, call.v, y, lse, cu_q, cu_k, first_tiles, counter, gate, u, table, sink, tau)
+    launch.start(_fwd_kernel, tensors, describe)
+    return y, lse, u

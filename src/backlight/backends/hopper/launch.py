@@ -1,10 +1,14 @@
-"""Host side that all kernels of a call share: TMA descriptors, packing of sequences, geometry, grids."""
+"""Host side that all kernels of a call share: TMA descriptors, packing of sequences, geometry, grids, launches.
+
+A call that is laid out like one before it (`Call.layout`) decides nothing again: `Launch.once` and `Launch.start` remember.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +16,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backlight.backends.hopper.config import padded
-from backlight.call import Call
+from backlight.backends.hopper.program import launched
+from backlight.backends.hopper.replay import Replay, descriptor, fields_of, start
+from backlight.call import Call, Memory, layout_of
+from backlight.config import overridden
+
+Value = TypeVar("Value")
 
 GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 # extents of the two leading dimensions of a ragged descriptor, and of its rows
@@ -38,6 +47,11 @@ def usable_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int
 def tma_reads(tensor: Tensor) -> bool:
     """Whether TMA can read a 16-bit tensor [B,H,S,D] in place."""
     return tensor.data_ptr() % 16 == 0 and usable_strides(tensor.shape, tensor.stride()) is not None
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where TMA cannot read it in place."""
+    return tensor if tma_reads(tensor) else tensor.contiguous()
 
 
 @cache
@@ -82,7 +96,7 @@ def tile_fields(
 def fields(shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], layout: Any) -> dict[str, Any]:
     """The fields of a valid descriptor: built once by Triton, which checks them, and kept without the tensor."""
     made = TensorDescriptor(_Anything(layout.element_bitwidth), list(shape), list(strides), list(block), layout)
-    return {name: value for name, value in vars(made).items() if name != "base"}
+    return fields_of(made)
 
 
 class _Anything:
@@ -93,13 +107,6 @@ class _Anything:
 
     def data_ptr(self) -> int:
         return 0
-
-
-def descriptor(tensor: Tensor, known: dict[str, Any]) -> TensorDescriptor:
-    """A descriptor without the checks, which cost more than a launch."""
-    made = object.__new__(TensorDescriptor)
-    made.__dict__.update(known, base=tensor)
-    return made
 
 
 @lru_cache(maxsize=1024)
@@ -117,11 +124,28 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-class Launch:
-    """A call with what its kernels need to know."""
+_known: Memory[dict[Hashable, Any]] = Memory()
 
-    def __init__(self, call: Call):
+
+def knowledge(layout: tuple[Any, ...]) -> dict[Hashable, Any]:
+    """What calls of this layout remember; nothing while a configuration is forced."""
+    if overridden():
+        return {}
+    found = _known.get(layout)
+    if found is None:
+        found = _known[layout] = {}
+    return found
+
+
+class Launch:
+    """A call with what its kernels need to know.
+
+    `others`: further tensors whose layout decides something (y, dy, dlse); `choices`: what else does.
+    """
+
+    def __init__(self, call: Call, *others: Tensor | None, choices: Hashable = None):
         self.call = call
+        self.known = knowledge((call.layout, choices, *[None if x is None else layout_of(x) for x in others]))
         if call.varlen and not (call.q.is_cuda and torch.cuda.is_current_stream_capturing()):
             # wrong cu_seqlens would send kernels out of bounds; a graph under capture was checked when it was warmed up
             call.segments()
@@ -129,8 +153,47 @@ class Launch:
         self.kv_heads, self.sk, self.dv = call.k.shape[1], call.k.shape[2], call.v.shape[3]
         self.bd, self.bdv = padded(self.d), padded(self.dv)
 
+    def once(self, name: Hashable, decide: Callable[[], Value]) -> Value:
+        """`decide()`, remembered for every call of the same layout: it may look at no value of a tensor."""
+        if name not in self.known:
+            self.known[name] = decide()
+        return self.known[name]
+
+    def start(
+        self, kernel: Any, tensors: Sequence[Tensor | None], describe: Callable[[], dict[str, Any]], which: str = ""
+    ) -> None:
+        """One launch. `describe()` gives the arguments of `start` below the kernel, whenever the layout is a new one.
+
+        `tensors` are those among the arguments, in order; None for one that is not there. A kernel that a call launches more
+        than once says `which`.
+        """
+        present = [x for x in tensors if x is not None]
+        replay = self.known.get((id(kernel), which))
+        if replay is None:
+            replay = self._first(kernel, present, describe)
+            self.known[id(kernel), which] = replay
+        else:
+            replay(present)
+        launched(replay, present)
+
+    def _first(self, kernel: Any, present: Sequence[Tensor], describe: Callable[[], dict[str, Any]]) -> Replay | None:
+        arguments = describe()
+        among = [getattr(arg, "base", arg) for arg in arguments["args"] if isinstance(arg, (Tensor, TensorDescriptor))]
+        assert len(among) == len(present)
+        assert all(map(operator.is_, among, present))
+        made = start(kernel, **arguments)
+        if made is None:
+            return None
+        grid, args, constants = (arguments[name] for name in ("grid", "args", "constants"))
+        return Replay(kernel, made, grid, args, constants)
+
     def rows(self, tensor: Tensor, block: int, width: int) -> TensorDescriptor:
         return tile_descriptor(tensor, block, width, self.call.varlen)
+
+    def counter(self, wanted: bool) -> Tensor:
+        """A zero on the device, from which programs draw their tiles."""
+        device = self.call.q.device
+        return torch.zeros(1, dtype=torch.int32, device=device) if wanted else nothing(device)
 
     @property
     def geometry(self) -> tuple[int, int, int, int, int, int]:
@@ -160,38 +223,12 @@ class Launch:
         return self.call.cu_seqlens_q, self.call.cu_seqlens_k, first_tiles(cu_seqlens, block), cu_seqlens.shape[0] - 1
 
 
+@lru_cache(maxsize=16)
+def nothing(device: torch.device) -> Tensor:
+    """Stands for a counter that no kernel reads."""
+    return torch.empty(0, dtype=torch.int32, device=device)
+
+
 def first_tiles(cu_seqlens: Tensor, block: int) -> Tensor:
     tiles = (cu_seqlens.diff() + block - 1) // block
     return torch.nn.functional.pad(tiles.cumsum(0, dtype=torch.int32), (1, 0))
-
-
-# --- launching ---------------------------------------------------------------------------------------------------------------
-
-_compiled: dict[tuple[Any, ...], Any] = {}
-
-
-def start(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: dict[str, Any], **options: Any) -> None:
-    """`kernel[grid](*args, **constants, **options)`, without Triton's search for the compiled kernel from the second time on.
-
-    Constants are the last parameters of the kernel. What else can make Triton compile again is in the key: device, dtypes,
-    alignment of pointers, integers that need 64 bits. The kernels specialise on no other value.
-    """
-    first = args[0].base if isinstance(args[0], TensorDescriptor) else args[0]
-    key = (kernel, first.device, *map(_kind, args), *constants.values())
-    known = _compiled.get(key)
-    if known is None:
-        made = kernel[grid](*args, **constants, **options)
-        # a stand-in of the tests makes nothing
-        if made is not None:
-            _compiled[key] = made, kernel.arg_names[len(args) :]
-    else:
-        made, names = known
-        made[(*grid, 1, 1)[:3]](*args, *(constants[name] for name in names))
-
-
-def _kind(arg: Any) -> Any:
-    if type(arg) is int:
-        return arg >> 31
-    if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() & 15
-    return arg.base.dtype if isinstance(arg, TensorDescriptor) else None

@@ -3,6 +3,9 @@
 Per row block of the main kernel it writes delta - dlse (eq. 20, 28) and the base-2 lse into padded vectors, +inf where a row
 does not exist or sees nothing so that its p is 0, clears the fp32 dq accumulator, and copies do where TMA cannot read it in
 place (`out.sum().backward()` hands one whose strides are all 0).
+
+Of the learned terms, gate (do and dgate, eq. 18), sink (dsink, eq. 23) and most of tau end here: delta from u (eq. 28), dtau
+(eq. 24), and tau / n per row, which is all that the tile kernels need to know of it. dsink and dtau leave as one sum per block.
 """
 
 # device code: compiled by Triton from its own types, never run by Python
@@ -19,14 +22,26 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backlight.backends.hopper.config import BackwardConfig
-from backlight.backends.hopper.launch import Launch, descriptor, matrix_fields, start, tma_reads, vector_fields
+from backlight.backends.hopper.launch import Launch, descriptor, matrix_fields, readable, tma_reads, vector_fields
 from backlight.spec import LOG2E
 
 UNIT = tl.constexpr(8)
-STRIDES = [f"{name}_stride_{axis}" for name, axes in (("y", "bhs"), ("dy", "bhsd"), ("dlse", "bhs")) for axis in axes]
+# a row that sees one key has p = 1 exactly (math.md section 5), but exp2 gives 1 + a few ulp: farther from the kink than that
+NEAR_ONE = tl.constexpr(1.0 - 2.0**-16)
+AXES = {"y": "bhs", "dy": "bhsd", "dlse": "bhs", "gate": "bhs", "dgate": "bhs", "u": "bhs"}
+STRIDES = [f"{name}_stride_{axis}" for name, axes in AXES.items() for axis in axes]
 
 
-@triton.jit(do_not_specialize=[*STRIDES, "n_segments", "heads", "sq", "tiles"])
+@triton.jit
+def share_of(tau, n, sees, SINK: tl.constexpr):
+    """tau / n of rows that see n keys. A row with one key has p = 1: where that leaves nothing, its share is -inf."""
+    share = tau / tl.maximum(n, 1).to(tl.float32)
+    if not SINK:
+        share = tl.where(n == 1, tl.where(tau > -1.0, tl.maximum(tau, -NEAR_ONE), float("-inf")), share)
+    return tl.where(sees & (n > 0), share, 0.0)
+
+
+@triton.jit(do_not_specialize=[*STRIDES, "n_segments", "heads", "sq", "tiles", "sk", "left", "right"])
 def _prepass_kernel(
     y_ptr,
     dy_ptr,
@@ -53,6 +68,27 @@ def _prepass_kernel(
     dlse_stride_h,
     dlse_stride_s,
     log2e,
+    gate_ptr,
+    gate_stride_b,
+    gate_stride_h,
+    gate_stride_s,
+    dgate_ptr,
+    dgate_stride_b,
+    dgate_stride_h,
+    dgate_stride_s,
+    sink_ptr,
+    dsink_ptr,
+    tau_ptr,
+    dtau_ptr,
+    share_ptr,
+    u_ptr,
+    u_stride_b,
+    u_stride_h,
+    u_stride_s,
+    cu_k_ptr,
+    sk,
+    left,
+    right,
     DV: tl.constexpr,
     BD: tl.constexpr,
     BDV: tl.constexpr,
@@ -61,6 +97,12 @@ def _prepass_kernel(
     COPY_DO: tl.constexpr,
     CLEAR_DQ: tl.constexpr,
     VARLEN: tl.constexpr,
+    GATE: tl.constexpr,
+    DGATE: tl.constexpr,
+    SINK: tl.constexpr,
+    TAU: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
 ):
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -83,6 +125,8 @@ def _prepass_kernel(
         last = tl.minimum(low, n_segments - 1)
         start = tl.load(cu_q_ptr + last)
         n_rows = tl.where(low < n_segments, tl.load(cu_q_ptr + last + 1) - start, 0)
+        if TAU:
+            sk = tl.load(cu_k_ptr + last + 1) - tl.load(cu_k_ptr + last)
     lanes = tl.arange(0, BM)
     inside = block * BM + lanes < n_rows
     row = start + (block * BM + lanes).to(tl.int64)
@@ -97,18 +141,45 @@ def _prepass_kernel(
     else:
         dy_ptr += (b * dy_stride_b + h * dy_stride_h) * UNIT
         dy = tl.load(dy_ptr + row[:, None] * (dy_stride_s * UNIT) + columns[None, :], mask=mask, other=0.0)
-    delta = tl.sum(y.to(tl.float32) * dy.to(tl.float32), 1)
+    product = y.to(tl.float32) * dy.to(tl.float32)
+    delta = tl.sum(product, 1)
+    if GATE:
+        gate_ptr += (b * gate_stride_b + h * gate_stride_h) * UNIT
+        gate = tl.load(gate_ptr + row[:, None] * (gate_stride_s * UNIT) + columns[None, :], mask=mask, other=0.0)
+        weight = 1.0 / (1.0 + tl.exp2(-log2e * gate.to(tl.float32)))
+        if DGATE:
+            dgate_ptr += (b * dgate_stride_b + h * dgate_stride_h) * UNIT
+            place = row[:, None] * (dgate_stride_s * UNIT) + columns[None, :]
+            tl.store(dgate_ptr + place, (product * (1.0 - weight)).to(dgate_ptr.dtype.element_ty), mask=mask)
+        dy = dy.to(tl.float32) * weight
     lse = tl.load(lse_ptr + head.to(tl.int64) * sq + row, mask=inside, other=float("-inf"))
     seen = lse != float("-inf")
     if HAS_DLSE:
         dlse_ptr += b * dlse_stride_b + h * dlse_stride_h
         delta -= tl.load(dlse_ptr + row * dlse_stride_s, mask=inside & seen, other=0.0).to(tl.float32)
     padded = (head.to(tl.int64) * tiles + tile) * BM
+    if TAU:
+        position = block * BM + lanes + sk - n_rows
+        n = position * 0 + sk
+        if HAS_RIGHT:
+            n = tl.minimum(n, position + right + 1)
+        if HAS_LEFT:
+            n -= tl.maximum(position - left, 0)
+        tau = tl.load(tau_ptr + h).to(tl.float32)
+        u_ptr += (b * u_stride_b + h * u_stride_h) * UNIT
+        u = tl.load(u_ptr + row[:, None] * (u_stride_s * UNIT) + columns[None, :], mask=mask, other=0.0)
+        mean = tl.sum(dy.to(tl.float32) * u.to(tl.float32), 1) / tl.maximum(n, 1).to(tl.float32)
+        delta -= tau * mean
+        tl.store(share_ptr + padded + lanes, share_of(tau, n, inside, SINK))
+        tl.store(dtau_ptr + head * tiles + tile, tl.sum(mean, 0))
+    if SINK:
+        p_sink = tl.exp2((tl.load(sink_ptr + h).to(tl.float32) - tl.where(seen, lse, 0.0)) * log2e)
+        tl.store(dsink_ptr + head * tiles + tile, tl.sum(tl.where(seen, -p_sink * delta, 0.0), 0))
     tl.store(lse2_ptr + padded + lanes, tl.where(seen, lse * log2e, float("inf")))
     tl.store(delta_ptr + padded + lanes, delta)
-    if COPY_DO:
+    if COPY_DO or GATE:
         do_row = head.to(tl.int64) * sq + row
-        tl.store(do_ptr + do_row[:, None] * DV + columns[None, :], dy, mask=mask)
+        tl.store(do_ptr + do_row[:, None] * DV + columns[None, :], dy.to(do_ptr.dtype.element_ty), mask=mask)
     if CLEAR_DQ:
         flat = tl.arange(0, BD)
         zero = tl.zeros([BM, BD], tl.float32)
@@ -117,12 +188,13 @@ def _prepass_kernel(
 
 @dataclass(frozen=True)
 class Rows:
-    """What the pre-pass leaves for the matmul kernels: lse2 and delta [B * Hq * tiles * BM], the dq accumulator, do."""
+    """What the pre-pass leaves for the matmul kernels: do, lse2, delta, tau / n [B * Hq * tiles * BM], the dq accumulator."""
 
     config: BackwardConfig
     do: Tensor
     lse2: Tensor
     delta: Tensor
+    share: Tensor | None
     acc: Tensor | None
     tiles: int
     cu_q: Any
@@ -133,50 +205,89 @@ class Rows:
     def vector(self, values: Tensor) -> TensorDescriptor:
         return descriptor(values, vector_fields(values.numel(), self.config.block_m))
 
-    def accumulator(self, width: int) -> TensorDescriptor:
-        # a split backward has no accumulator: any fp32 memory makes a valid descriptor that nobody uses
-        acc, rows = (self.lse2, 1) if self.acc is None else (self.acc, self.lse2.numel() - 64)
-        return descriptor(acc, matrix_fields(rows, width, self.config.block_m))
+    @property
+    def accumulator(self) -> Tensor:
+        # a split backward has none: any fp32 memory makes a valid descriptor that nobody uses
+        return self.lse2 if self.acc is None else self.acc
+
+    def tiles_of_dq(self, width: int) -> TensorDescriptor:
+        rows = 1 if self.acc is None else self.lse2.numel() - 64
+        return descriptor(self.accumulator, matrix_fields(rows, width, self.config.block_m))
 
 
 def prepass(
-    launch: Launch, config: BackwardConfig, y: Tensor, lse: Tensor, dy: Tensor, dlse: Tensor | None, clear_dq: bool
+    launch: Launch,
+    config: BackwardConfig,
+    y: Tensor,
+    lse: Tensor,
+    u: Tensor | None,
+    dy: Tensor,
+    dlse: Tensor | None,
+    clear_dq: bool,
+    out: dict[str, Tensor],
+    needs: frozenset[str],
 ) -> Rows:
+    """Fills dgate, dsink and dtau of `out` where they are needed."""
     call = launch.call
     tiles = launch.row_tiles(config.block_m)
     cu_q, cu_k, first_tiles, n_segments = launch.packing(call.cu_seqlens_q, config.block_m)
     heads = launch.batch * launch.heads
     length = heads * tiles * config.block_m
+
+    def vector(size: int, wanted: bool = True) -> Any:
+        return torch.empty(size, dtype=torch.float32, device=y.device) if wanted else None
+
     # 64 more: the kernel that owns rows takes them 128 at a time
-    vectors = torch.empty(2, length + 64, dtype=torch.float32, device=y.device)
-    lse2, delta = vectors[0], vectors[1]
-    acc = torch.empty(length * launch.bd, dtype=torch.float32, device=y.device) if clear_dq else None
-    copy = dy.dtype != y.dtype or not tma_reads(dy)
-    do = torch.empty(dy.shape, dtype=y.dtype, device=dy.device) if copy else dy
-    start(
-        _prepass_kernel,
-        (tiles, heads),
-        [
+    lse2, delta = vector(length + 64), vector(length + 64)
+    acc = vector(length * launch.bd, clear_dq)
+    has_gate, has_sink, has_tau = call.gate is not None, call.sink is not None, call.tau is not None
+    copy = launch.once("copy do", lambda: dy.dtype != y.dtype or not tma_reads(dy))
+    do = torch.empty(dy.shape, dtype=y.dtype, device=dy.device) if copy or has_gate else dy
+    gate = readable(call.gate) if call.gate is not None else None
+    dgate = torch.empty_like(gate) if gate is not None and "dgate" in needs else None
+    u = readable(u) if u is not None else None
+    sink, tau = (None if x is None else x.contiguous() for x in (call.sink, call.tau))
+    share, dtau, dsink = vector(length + 64, has_tau), vector(heads * tiles, has_tau), vector(heads * tiles, has_sink)
+    rows = Rows(config, do, lse2, delta, share, acc, tiles, cu_q, cu_k, first_tiles, n_segments)
+    last = lse if dlse is None else dlse
+
+    def describe() -> dict[str, Any]:
+        def eighths(tensor: Tensor | None) -> tuple[int | None, ...]:
+            return (None,) * 3 if tensor is None else tuple(stride // 8 for stride in tensor.stride()[:3])
+
+        args = [
             y,
             dy,
             lse,
-            lse if dlse is None else dlse,
+            last,
             do,
             lse2,
             delta,
-            lse2 if acc is None else acc,
+            rows.accumulator,
             cu_q,
             first_tiles,
             n_segments,
             launch.heads,
             launch.sq,
             tiles,
-            *(stride // 8 for stride in y.stride()[:3]),
+            *eighths(y),
             *(stride if copy else stride // 8 for stride in dy.stride()),
-            *(lse if dlse is None else dlse).stride(),
+            *last.stride(),
             LOG2E,
-        ],
-        {
+            gate,
+            *eighths(gate),
+            dgate,
+            *eighths(dgate),
+            sink,
+            dsink,
+            tau,
+            dtau,
+            share,
+            u,
+            *eighths(u),
+            *((cu_k, launch.sk, call.spec.left or 0, call.spec.right or 0) if has_tau else (None,) * 4),
+        ]
+        constants = {
             "DV": launch.dv,
             "BD": launch.bd,
             "BDV": launch.bdv,
@@ -185,7 +296,27 @@ def prepass(
             "COPY_DO": copy,
             "CLEAR_DQ": acc is not None,
             "VARLEN": call.varlen,
-        },
-        num_warps=4,
-    )
-    return Rows(config, do, lse2, delta, acc, tiles, cu_q, cu_k, first_tiles, n_segments)
+            "GATE": has_gate,
+            "DGATE": dgate is not None,
+            "SINK": has_sink,
+            "TAU": has_tau,
+            "HAS_LEFT": has_tau and call.spec.left is not None,
+            "HAS_RIGHT": has_tau and call.spec.right is not None,
+        }
+        warps = 8 if has_gate or has_tau else 4
+        return {"grid": (tiles, heads), "args": args, "constants": constants, "num_warps": warps}
+
+    tensors = (y, dy, lse, last, do, lse2, delta, rows.accumulator, cu_q, first_tiles)
+    terms = (gate, dgate, sink, dsink, tau, dtau, share, u, cu_k if has_tau else None)
+    launch.start(_prepass_kernel, (*tensors, *terms), describe)
+
+    def total(parts: Tensor, dtype: torch.dtype) -> Tensor:
+        return parts.view(launch.batch, launch.heads, tiles).sum(dim=(0, 2)).to(dtype)
+
+    if dgate is not None:
+        out["dgate"] = dgate
+    if call.sink is not None and "dsink" in needs:
+        out["dsink"] = total(dsink, call.sink.dtype)
+    if call.tau is not None and "dtau" in needs:
+        out["dtau"] = total(dtau, call.tau.dtype)
+    return rows

@@ -199,15 +199,14 @@ def pieces(D, BD):
 
 
 @gluon.jit
-def mma_over_columns(a, b, zero, D: gl.constexpr):
-    """a [R, BD] times b [C, BD] transposed, both in shared memory, columns beyond D (zeros) left out."""
+def mma_over_columns(a, b, acc, D: gl.constexpr, ONTO: gl.constexpr = False):
+    """a [R, BD] times b [C, BD] transposed, both in shared memory, columns beyond D (zeros) left out; ONTO adds acc to it."""
     BD: gl.constexpr = a.shape[1]
     PIECES: gl.constexpr = pieces(D, BD)
-    acc = zero
     for i in gl.static_range(len(PIECES)):
         left = a.slice(PIECES[i][0], PIECES[i][1], 1)
         right = b.slice(PIECES[i][0], PIECES[i][1], 1)
-        acc = warpgroup_mma(left, right.permute((1, 0)), acc, use_acc=i > 0, is_async=True)
+        acc = warpgroup_mma(left, right.permute((1, 0)), acc, use_acc=ONTO or i > 0, is_async=True)
     return acc
 
 
@@ -267,6 +266,23 @@ def bar_arrive(number, THREADS: gl.constexpr):
     """Come to a named barrier without waiting."""
     gl.inline_asm_elementwise(
         f"bar.arrive $1, {THREADS}; mov.b32 $0, $1;",
+        "=r,r,~{memory}",
+        [gl.to_tensor(number)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def end_block(number):
+    """End the basic block: ptxas moves a wait for wgmma up to its start, above work that should run under the matmul.
+
+    A branch that is never taken and that ptxas cannot remove: the clock is not a small number.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred never; .reg .b32 now; AGAIN: mov.u32 now, %clock; setp.eq.u32 never, now, $1; @never bra AGAIN; "
+        "mov.b32 $0, $1; }",
         "=r,r,~{memory}",
         [gl.to_tensor(number)],
         dtype=gl.int32,

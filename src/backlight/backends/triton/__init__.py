@@ -42,9 +42,9 @@ class TritonBackend:
         return tuple(reasons)
 
     def config(self, call: Call) -> dict[str, object]:
-        from backlight.backends.triton.config import KERNELS, config_of
+        from backlight.backends.triton.config import config_of, kernels_of
 
-        return {kernel: config_of(kernel, call) for kernel in KERNELS}
+        return {kernel: config_of(kernel, call) for kernel in kernels_of(call)}
 
     @torch.no_grad()
     def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -13,12 +13,13 @@ from torch import Tensor
 from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.primitives import (
-    TABLE_PAD,
     at,
     bias_tile,
+    head_table,
     load_vector,
     row_state,
     stream_tile,
+    table_entry,
     tile_gradient,
     visible,
     visible_count,
@@ -43,13 +44,15 @@ def _dbias_kernel(
     row_lanes = tl.arange(0, BM)
     key_lanes = tl.arange(0, BN)
     skew = row_lanes[:, None] - key_lanes[None, :]
-    table_ptr += tl.cast(h, tl.int64) * (geometry.n_bias + 2 * TABLE_PAD)
-    bias2 = bias_tile(table_ptr, column, row_lanes[:, None], -key_lanes[None, :], geometry, V)
+    bias = bias_tile(head_table(table_ptr, h, geometry, True), table_entry(column, geometry, True), geometry, V, BM, BN)
     distance = column + skew - geometry.bias_origin
+    cut = False
     if V.LEFT:
-        bias2 = tl.where(distance <= geometry.left, bias2, float("-inf"))
+        bias = tl.where(distance <= geometry.left, bias, float("-inf"))
+        cut = column + BM - 1 - geometry.bias_origin > geometry.left
     if V.RIGHT:
-        bias2 = tl.where(-distance <= geometry.right, bias2, float("-inf"))
+        bias = tl.where(-distance <= geometry.right, bias, float("-inf"))
+        cut = cut | (BN - 1 - column + geometry.bias_origin > geometry.right)
     threshold = 0.0
     if V.TAU:
         threshold = tl.where(tl.load(tau_ptr + h).to(tl.float32) >= 0, float("-inf"), 0.0)
@@ -74,28 +77,45 @@ def _dbias_kernel(
         k_ptr = at(k_rows, b, g, k_start)
         v_ptr = at(v_rows, b, g, k_start)
         row_offset = row_state(b, h, q_start, pitch16, geometry)
-        for tile in range(first_tile + split, last_tile, splits):
-            i0 = tile * BM
-            j0 = i0 + ahead
-            keys = j0 + key_lanes
-            q = stream_tile(q_rows, q_desc, q_ptr, b, h, i0, sq, BM, V.D, V.BD, True, TMA)
-            do = stream_tile(do_rows, do_desc, do_ptr, b, h, i0, sq, BM, V.DV, V.BDV, True, TMA)
-            k = stream_tile(k_rows, k_desc, k_ptr, b, g, j0, sk, BN, V.D, V.BD, True, TMA)
-            v = stream_tile(v_rows, v_desc, v_ptr, b, g, j0, sk, BN, V.DV, V.BDV, True, TMA)
-            lse2 = load_vector(lse2_ptr + row_offset, i0, sq, float("inf"), BM, True)[:, None]
-            delta = load_vector(delta_ptr + row_offset, i0, sq, 0.0, BM, True)[:, None]
-            t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
-            dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
-            share = 0.0
-            seen = ((keys >= 0) & (keys < sk))[None, :]
-            alone = seen
-            if V.TAU:
-                share = load_vector(share_ptr + row_offset, i0, sq, 0.0, BM, True)[:, None]
-                position = (i0 + sk - sq + row_lanes)[:, None]
-                seen = seen & visible(position, keys[None, :], sk, geometry, V)
-                alone = visible_count(position, q_start, sq, sk, packing, geometry, V) == 1
-            _, ds, _ = tile_gradient(t, dp, lse2, delta, bias2, share, threshold, alone, seen, geometry, V, True, True)
-            total += ds
+        # tiles of existing rows and keys only, at an offset that no mask cuts
+        full_first = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(-ahead, 0), BM), first_tile), last_tile)
+        full_last = tl.minimum(sq // BM, tl.maximum(sk - ahead - BN + BM, 0) // BM)
+        full_last = tl.maximum(tl.where(cut, 0, tl.minimum(full_last, last_tile)), full_first)
+        for PHASE in tl.static_range(3):
+            if PHASE == 0:
+                start, stop = first_tile, full_first
+            elif PHASE == 1:
+                start, stop = full_first, full_last
+            else:
+                start, stop = full_last, last_tile
+            # this split's tiles are first_tile + split, and every splits-th after it
+            start = first_tile + split + tl.cdiv(tl.maximum(start - first_tile - split, 0), splits) * splits
+            if start < stop:
+                for tile in range(start, stop, splits):
+                    MASK: tl.constexpr = PHASE != 1
+                    EDGE: tl.constexpr = MASK and V.VARLEN
+                    i0 = tl.multiple_of(tile * BM, BM)
+                    j0 = i0 + ahead
+                    keys = j0 + key_lanes
+                    q = stream_tile(q_rows, q_desc, q_ptr, b, h, i0, sq, BM, V.D, V.BD, MASK, TMA)
+                    k = stream_tile(k_rows, k_desc, k_ptr, b, g, j0, sk, BN, V.D, V.BD, MASK, TMA)
+                    do = stream_tile(do_rows, do_desc, do_ptr, b, h, i0, sq, BM, V.DV, V.BDV, MASK, TMA)
+                    v = stream_tile(v_rows, v_desc, v_ptr, b, g, j0, sk, BN, V.DV, V.BDV, MASK, TMA)
+                    lse2 = load_vector(lse2_ptr + row_offset, i0, sq, float("inf"), BM, EDGE)[:, None]
+                    delta = load_vector(delta_ptr + row_offset, i0, sq, 0.0, BM, EDGE)[:, None]
+                    t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
+                    dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
+                    share = 0.0
+                    seen = ((keys >= 0) & (keys < sk))[None, :]
+                    alone = seen
+                    if V.TAU:
+                        share = load_vector(share_ptr + row_offset, i0, sq, 0.0, BM, EDGE)[:, None]
+                        if MASK:
+                            position = (i0 + sk - sq + row_lanes)[:, None]
+                            seen = seen & visible(position, keys[None, :], sk, geometry, V)
+                            alone = visible_count(position, q_start, sq, sk, packing, geometry, V) == 1
+                    _, ds, _ = tile_gradient(t, dp, lse2, delta, bias, share, threshold, alone, seen, geometry, V, MASK, True)
+                    total += ds
     # cell (i, j) lies on diagonal x = turn_i + j, whose column is `column + BM - 1 - x`; rotated, x mod BN is its lane
     turn = (BM - 1 - row_lanes)[:, None]
     rotated = tl.gather(total, (key_lanes[None, :] - turn + BN) % BN, 1)

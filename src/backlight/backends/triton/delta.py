@@ -10,11 +10,16 @@ from torch import Tensor
 from backlight.backends.triton.launch import Launch, rows_of, unit_stride
 from backlight.backends.triton.primitives import LOG2E, at, load_tile, locate, row_state, store_tile, visible_count
 
-BLOCK = 64
+# no row tile of any kernel is higher
+BLOCK = 128
 
 
 class RowState(NamedTuple):
-    """What the tile kernels read per row: the gradient at o, and fp32 [B,Hq,pitch] of which the first Sq are filled."""
+    """What the tile kernels read per row: the gradient at o, and fp32 [B,Hq,pitch].
+
+    The pitch is a multiple of every row tile. Rows beyond Sq have lse2 +inf, delta 0 and share 0: they weigh nothing and a tile
+    at the end needs no mask. Packed sequences have no such room between them.
+    """
 
     do: Tensor
     lse2: Tensor
@@ -53,6 +58,9 @@ def _delta_kernel(
     row = q_start + i0
     lanes = tl.arange(0, BM)
     exists = lanes < n_rows
+    in_buffer = exists
+    if not V.VARLEN:
+        in_buffer = lanes >= 0
     y = load_tile(at(y_rows, b, h, row), y_rows.row, 0, n_rows, BM, V.DV, V.BDV, True).to(tl.float32)
     do = load_tile(at(dy_rows, b, h, row), dy_rows.row, 0, n_rows, BM, V.DV, V.BDV, True).to(tl.float32)
     delta = tl.sum(do * y, 1)
@@ -71,14 +79,15 @@ def _delta_kernel(
         tau = tl.load(tau_ptr + h).to(tl.float32)
         delta -= tau * mean
         tl.store(mean_ptr + given + lanes, mean, mask=exists)
-        tl.store(share_ptr + offset + lanes, tau / n, mask=exists)
+        tl.store(share_ptr + offset + lanes, tl.where(exists, tau / n, 0.0), mask=in_buffer)
     lse = tl.load(lse_ptr + given + lanes, mask=exists, other=0.0)
     sees_nothing = lse == float("-inf")
     if HAS_DLSE:
         dlse = tl.load(dlse_ptr + given + lanes, mask=exists, other=0.0).to(tl.float32)
         delta -= tl.where(sees_nothing, 0.0, dlse)
-    tl.store(delta_ptr + offset + lanes, delta, mask=exists)
-    tl.store(lse2_ptr + offset + lanes, tl.where(sees_nothing, float("inf"), lse * LOG2E), mask=exists)
+    tl.store(delta_ptr + offset + lanes, tl.where(exists, delta, 0.0), mask=in_buffer)
+    lse2 = tl.where(exists & (lse != float("-inf")), lse * LOG2E, float("inf"))
+    tl.store(lse2_ptr + offset + lanes, lse2, mask=in_buffer)
 
 
 def prepare_rows(
@@ -93,7 +102,8 @@ def prepare_rows(
         do = launch.empty_rows(dy.shape[-1], call.q.dtype)
         dgate = out["dgate"] = torch.empty_like(call.gate)
     batch, heads, sq = lse.shape
-    buffers = torch.empty(2 if call.tau is None else 3, batch, heads, -(-sq // 16) * 16, dtype=torch.float32, device=lse.device)
+    pitch = -(-sq // BLOCK) * BLOCK
+    buffers = torch.empty(2 if call.tau is None else 3, batch, heads, pitch, dtype=torch.float32, device=lse.device)
     rows = RowState(do, buffers[0], buffers[1], buffers[-1])
     mean = lse if call.tau is None else torch.empty_like(lse)
     grid = launch.row_grid(BLOCK)
@@ -112,7 +122,7 @@ def prepare_rows(
             V=launch.variant,
             HAS_DLSE=dlse is not None,
             BM=BLOCK,
-            num_warps=4,
+            num_warps=8,
             enable_fp_fusion=True,
         )
     if call.tau is not None:

@@ -1,6 +1,7 @@
 """dk, dv: one program owns BN keys of a key head and visits the rows that see them, in [keys, rows] tiles (eq. 33, split form).
 
-The query heads of a group are visited one after the other, in ascending order: their sum needs no second pass.
+The query heads of a group are visited one after the other, in ascending order: their sum needs no second pass. Wide heads take
+two launches, dv then dk: one more product per tile, but either accumulator alone leaves room for twice the keys.
 """
 
 import torch
@@ -8,13 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from backlight.backends.triton.config import key_kernels
 from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.primitives import (
     PHASES,
-    TABLE_PAD,
     at,
     bias_tile,
+    head_table,
     load_tile,
     load_vector,
     locate,
@@ -22,7 +24,9 @@ from backlight.backends.triton.primitives import (
     row_state,
     store_tile,
     stream_tile,
+    table_entry,
     tile_gradient,
+    tile_weights,
     visible,
     visible_count,
 )
@@ -32,7 +36,7 @@ from backlight.backends.triton.primitives import (
 def _dkdv_kernel(
     q_rows, do_rows, q_desc, do_desc, k_rows, v_rows, dk_rows, dv_rows, lse2_ptr, delta_ptr, share_ptr, table_ptr, tau_ptr,
     scale, pitch16, packing, geometry, sq, sk, n_segments,
-    V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    V: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     kv_heads = geometry.heads // geometry.group
@@ -54,19 +58,20 @@ def _dkdv_kernel(
     shift = sk - sq
     keys = (j0 + tl.arange(0, BN))[:, None]
     row_lanes = tl.arange(0, BM)[None, :]
-    key_lanes = tl.arange(0, BN)[:, None]
     k = load_tile(at(k_rows, b, g, k_start + j0), k_rows.row, 0, n_keys, BN, V.D, V.BD, True)
-    v = load_tile(at(v_rows, b, g, k_start + j0), v_rows.row, 0, n_keys, BN, V.DV, V.BDV, True)
     BD: tl.constexpr = V.BD
     BDV: tl.constexpr = V.BDV
-    dk = tl.zeros([BN, BD], tl.float32)
-    dv = tl.zeros([BN, BDV], tl.float32)
+    if WANT_DK:
+        v = load_tile(at(v_rows, b, g, k_start + j0), v_rows.row, 0, n_keys, BN, V.DV, V.BDV, True)
+        dk = tl.zeros([BN, BD], tl.float32)
+    if WANT_DV:
+        dv = tl.zeros([BN, BDV], tl.float32)
     for member in range(geometry.group):
         h = g * geometry.group + member
         q_ptr = at(q_rows, b, h, q_start)
         do_ptr = at(do_rows, b, h, q_start)
         offset = row_state(b, h, q_start, pitch16, geometry)
-        head_table_ptr = table_ptr + tl.cast(h, tl.int64) * (geometry.n_bias + 2 * TABLE_PAD)
+        own_table_ptr = head_table(table_ptr, h, geometry, False)
         threshold = 0.0
         if V.TAU:
             threshold = tl.where(tl.load(tau_ptr + h).to(tl.float32) >= 0, float("-inf"), 0.0)
@@ -77,40 +82,56 @@ def _dkdv_kernel(
                     for i0 in range(start, stop, BM):
                         i0 = tl.multiple_of(i0, BM)
                         MASK: tl.constexpr = PHASE == 0 or PHASE == 4
+                        EDGE: tl.constexpr = MASK and V.VARLEN
                         BIAS: tl.constexpr = V.BIAS and PHASE != 1 and PHASE != 3
                         q = stream_tile(q_rows, q_desc, q_ptr, b, h, i0, sq, BM, V.D, V.BD, MASK, TMA)
                         do = stream_tile(do_rows, do_desc, do_ptr, b, h, i0, sq, BM, V.DV, V.BDV, MASK, TMA)
-                        lse2 = load_vector(lse2_ptr + offset, i0, sq, float("inf"), BM, MASK)[None, :]
+                        lse2 = load_vector(lse2_ptr + offset, i0, sq, float("inf"), BM, EDGE)[None, :]
                         t = tl.dot(k, tl.trans(q), input_precision=V.PRECISION)
-                        dp = tl.dot(v, tl.trans(do), input_precision=V.PRECISION)
-                        delta = load_vector(delta_ptr + offset, i0, sq, 0.0, BM, MASK)[None, :]
+                        if WANT_DK:
+                            dp = tl.dot(v, tl.trans(do), input_precision=V.PRECISION)
+                            delta = load_vector(delta_ptr + offset, i0, sq, 0.0, BM, EDGE)[None, :]
                         share = 0.0
                         position = i0 + shift + row_lanes
                         alone = position < 0
                         seen = alone
                         if V.TAU:
-                            share = load_vector(share_ptr + offset, i0, sq, 0.0, BM, MASK)[None, :]
+                            share = load_vector(share_ptr + offset, i0, sq, 0.0, BM, EDGE)[None, :]
                             alone = visible_count(position, q_start, sq, sk, packing, geometry, V) == 1
                         if MASK:
-                            seen = visible(position, keys, sk, geometry, V)
-                        bias2 = 0.0
+                            seen = visible(position, keys, sk, geometry, V, LEFT=PHASE == 4, RIGHT=PHASE == 0)
+                        bias = 0.0
                         if BIAS:
-                            bias2 = bias_tile(
-                                head_table_ptr, i0 + shift - j0 + geometry.bias_origin, -key_lanes, row_lanes, geometry, V
+                            entry = table_entry(i0 + shift - j0 + geometry.bias_origin, geometry, False)
+                            bias = bias_tile(own_table_ptr, entry, geometry, V, BN, BM)
+                        if WANT_DK:
+                            a, _, dx = tile_gradient(
+                                t, dp, lse2, delta, bias, share, threshold, alone, seen, geometry, V, MASK, BIAS
                             )
-                        a, _, dx = tile_gradient(
-                            t, dp, lse2, delta, bias2, share, threshold, alone, seen, geometry, V, MASK, BIAS
-                        )
-                        dv = tl.dot(a.to(do.dtype), do, dv, input_precision=V.PRECISION)
-                        dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=V.PRECISION)
-    store_tile(at(dk_rows, b, g, k_start + j0), dk_rows.row, n_keys, dk * scale, BN, V.D, V.BD)
-    store_tile(at(dv_rows, b, g, k_start + j0), dv_rows.row, n_keys, dv, BN, V.DV, V.BDV)
+                        else:
+                            _, a, _, _ = tile_weights(t, lse2, bias, share, threshold, alone, seen, geometry, V, MASK, BIAS)
+                        if WANT_DV:
+                            dv = tl.dot(a.to(do.dtype), do, dv, input_precision=V.PRECISION)
+                        if WANT_DK:
+                            dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=V.PRECISION)
+    if WANT_DK:
+        store_tile(at(dk_rows, b, g, k_start + j0), dk_rows.row, n_keys, dk * scale, BN, V.D, V.BD)
+    if WANT_DV:
+        store_tile(at(dv_rows, b, g, k_start + j0), dv_rows.row, n_keys, dv, BN, V.DV, V.BDV)
 
 
 def dkdv_of(launch: Launch, rows: RowState) -> tuple[Tensor, Tensor]:
     call = launch.call
-    config = launch.config("dkdv")
     dk, dv = (torch.empty_like(x, dtype=call.output_dtype) for x in (call.k, call.v))
+    for kernel in key_kernels(call):
+        launch_keys(kernel, launch, rows, dk, dv)
+    return dk, dv
+
+
+def launch_keys(kernel: str, launch: Launch, rows: RowState, dk: Tensor, dv: Tensor) -> None:
+    """One of `key_kernels`: fills what its name says of dk and dv."""
+    call = launch.call
+    config = launch.config(kernel)
     grid = launch.key_grid(config.block_n)
     if grid[0] and grid[1]:
         tma, descriptors = launch.descriptors(config, config.block_m, launch.q, rows.do)
@@ -127,7 +148,8 @@ def dkdv_of(launch: Launch, rows: RowState) -> tuple[Tensor, Tensor]:
             rows.pitch16,
             *launch.shared(call.cu_seqlens_k, config.block_n),
             V=launch.variant,
+            WANT_DK="dk" in kernel,
+            WANT_DV="dv" in kernel,
             TMA=tma,
             **config.launch,
         )
-    return dk, dv

@@ -9,9 +9,9 @@ from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.primitives import (
     PHASES,
-    TABLE_PAD,
     at,
     bias_tile,
+    head_table,
     key_phase,
     load_tile,
     load_vector,
@@ -19,6 +19,7 @@ from backlight.backends.triton.primitives import (
     row_state,
     store_tile,
     stream_tile,
+    table_entry,
     tile_gradient,
     visible,
     visible_count,
@@ -50,12 +51,11 @@ def _dq_kernel(
     g = h // geometry.group
     k_ptr = at(k_rows, b, g, k_start)
     v_ptr = at(v_rows, b, g, k_start)
-    table_ptr += tl.cast(h, tl.int64) * (geometry.n_bias + 2 * TABLE_PAD)
+    table_ptr = head_table(table_ptr, h, geometry, True)
     first_position = i0 + sk - sq
     last_position = tl.minimum(i0 + BM, sq) - 1 + sk - sq
     position = (first_position + tl.arange(0, BM))[:, None]
     key_lanes = tl.arange(0, BN)[None, :]
-    row_lanes = tl.arange(0, BM)[:, None]
 
     q = load_tile(at(q_rows, b, h, q_start + i0), q_rows.row, 0, n_rows, BM, V.D, V.BD, True)
     do = load_tile(at(do_rows, b, h, q_start + i0), do_rows.row, 0, n_rows, BM, V.DV, V.BDV, True)
@@ -84,13 +84,12 @@ def _dq_kernel(
                     dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
                     seen = alone
                     if MASK:
-                        seen = visible(position, j0 + key_lanes, sk, geometry, V)
-                    bias2 = 0.0
+                        seen = visible(position, j0 + key_lanes, sk, geometry, V, LEFT=PHASE == 0, RIGHT=PHASE == 4)
+                    bias = 0.0
                     if BIAS:
-                        bias2 = bias_tile(
-                            table_ptr, first_position - j0 + geometry.bias_origin, row_lanes, -key_lanes, geometry, V
-                        )
-                    _, _, dx = tile_gradient(t, dp, lse2, delta, bias2, share, threshold, alone, seen, geometry, V, MASK, BIAS)
+                        entry = table_entry(first_position - j0 + geometry.bias_origin, geometry, True)
+                        bias = bias_tile(table_ptr, entry, geometry, V, BM, BN)
+                    _, _, dx = tile_gradient(t, dp, lse2, delta, bias, share, threshold, alone, seen, geometry, V, MASK, BIAS)
                     dq = tl.dot(dx.to(k.dtype), k, dq, input_precision=V.PRECISION)
     store_tile(at(dq_rows, b, h, q_start + i0), dq_rows.row, n_rows, dq * scale, BM, V.D, V.BD)
 

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight.backends.triton.config import KernelConfig, config_of, padded
-from backlight.backends.triton.primitives import TABLE_PAD, Geometry, Packing, Rows, Variant
+from backlight.backends.triton.config import WIDEST_TILES, KernelConfig, config_of, padded
+from backlight.backends.triton.primitives import Geometry, Packing, Rows, Variant
+from backlight.backends.triton.table import table_of
 from backlight.call import Call, Part
 from backlight.spec import LOG2E
+
+SMALLEST_UNIT = 1e-6
 
 
 def unit_stride(tensor: Tensor) -> Tensor:
@@ -47,10 +50,21 @@ class Launch:
 
     @cached_property
     def table(self) -> Tensor:
-        """The bias in base 2, zeros around it, so that a tile reads it without a mask: [Hq, n + 2 * TABLE_PAD]."""
-        if self.call.bias is None:
-            return self.q
-        return torch.nn.functional.pad(self.call.bias.float() * LOG2E, (TABLE_PAD.value, TABLE_PAD.value))
+        """The bias as `bias_tile` reads it."""
+        return self.q if self.call.bias is None else table_of(self.call.bias, LOG2E / self.logit_units[1])
+
+    @property
+    def logit_units(self) -> tuple[float, float]:
+        """(factor, unit) of `Geometry`.
+
+        The scale stays out of the sum with the bias unless it is too small to divide by, or not positive. In fp32 too: Triton
+        starts the product q.k from what is added to it, and every step of that sum would round at the size of bias / scale.
+        """
+        scale, cap = float(self.call.scale), self.call.spec.softcap
+        if cap is not None:
+            return scale / cap, cap * LOG2E
+        precise = self.call.bias is not None and self.call.q.dtype == torch.float32
+        return (scale * LOG2E, 1.0) if precise or scale < SMALLEST_UNIT else (1.0, scale * LOG2E)
 
     def config(self, kernel: str) -> KernelConfig:
         return config_of(kernel, self.call)
@@ -58,7 +72,7 @@ class Launch:
     @property
     def geometry(self) -> Geometry:
         call, spec = self.call, self.call.spec
-        cap = spec.softcap
+        factor, unit = self.logit_units
         return Geometry(
             heads=call.q.shape[1],
             group=call.group,
@@ -66,8 +80,8 @@ class Launch:
             right=spec.right or 0,
             n_bias=0 if call.bias is None else call.bias.shape[1],
             bias_origin=spec.bias_origin,
-            factor=float(call.scale * LOG2E if cap is None else call.scale / cap),
-            cap2=0.0 if cap is None else cap * LOG2E,
+            factor=factor,
+            unit=unit,
         )
 
     @property
@@ -82,6 +96,7 @@ class Launch:
             LEFT=spec.left is not None,
             RIGHT=spec.right is not None,
             CAUSAL=spec.right == 0,
+            WIDE=spec.left is not None and spec.right is not None and spec.left >= WIDEST_TILES,
             SOFTCAP=spec.softcap is not None,
             BIAS=spec.bias,
             SINK=spec.sink,
@@ -89,7 +104,7 @@ class Launch:
             GATE=spec.gate,
             VARLEN=call.varlen,
             PART=self.elastic_part is not None,
-            LINEAR=call.scale > 0 and spec.softcap is None and not spec.bias,
+            LINEAR=spec.softcap is None and self.logit_units[0] == 1.0,
             FP32=call.q.dtype == torch.float32,
             NVIDIA=call.q.is_cuda and torch.version.hip is None,
             PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",

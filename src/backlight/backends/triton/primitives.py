@@ -14,7 +14,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 # a range of tiles is visited in five phases: masked, plain, plain within the bias table, plain, masked
 PHASES = tl.constexpr(5)
-# zeros on both sides of the expanded bias table: no tile is wider than this
+# zeros on both sides of the expanded bias table: more than twice what the tiles of any kernel span
 TABLE_PAD = tl.constexpr(512)
 
 
@@ -28,7 +28,8 @@ class Rows(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """What a kernel must know of the spec at run time. factor: scale * log2 e, or scale / softcap."""
+    """What a kernel must know of the spec at run time. Base-2 logits are unit * (factor * q.k + table), with a softcap
+    unit * (tanh(factor * q.k) + table); unit is positive."""
 
     heads: Any
     group: Any
@@ -37,7 +38,7 @@ class Geometry(NamedTuple):
     n_bias: Any
     bias_origin: Any
     factor: Any
-    cap2: Any
+    unit: Any
 
 
 class Packing(NamedTuple):
@@ -60,6 +61,8 @@ class Variant(NamedTuple):
     RIGHT: bool
     # right == 0
     CAUSAL: bool
+    # the left edge lies further back than a tile reaches, so that no tile meets both edges
+    WIDE: bool
     SOFTCAP: bool
     BIAS: bool
     SINK: bool
@@ -68,11 +71,35 @@ class Variant(NamedTuple):
     VARLEN: bool
     # one part of an elastic row: lse and n of the whole row are given
     PART: bool
-    # a positive scale and no term after it: row maxima may be taken before scaling
+    # factor is 1
     LINEAR: bool
     FP32: bool
     NVIDIA: bool
     PRECISION: str
+
+
+def _tanh_ptx(pack: int) -> str:
+    """PTX for `pack` elements: outputs hold t at first; then c0 .. c3 of the polynomial and factor, each `pack` times."""
+    c0, c1, c2, c3, factor = (f"${k * pack}" for k in range(2, 7))
+    lines = [".reg .pred large;", ".reg .f32 x, y;", "abs.f32 x, $0;"]
+    for i in range(1, pack):
+        lines += [f"abs.f32 y, ${i};", "max.f32 x, x, y;"]
+    lines += [f"mul.f32 x, x, {factor};", "abs.f32 x, x;", "setp.gt.f32 large, x, 0f3F000000;"]
+    # warps whose elements are all small, the common case, go one way
+    lines += ["vote.sync.any.pred large, large, 0xffffffff;", "@large bra.uni LARGE;"]
+    for i in range(pack):
+        lines += [f"mul.f32 x, ${i}, ${i};", f"fma.rn.f32 y, x, {c3}, {c2};", f"fma.rn.f32 y, x, y, {c1};"]
+        lines += [f"fma.rn.f32 y, x, y, {c0};", f"mul.f32 ${i}, ${i}, y;"]
+    lines += ["bra.uni DONE;", "LARGE:", f"mul.f32 y, {factor}, 0f4038AA3B;"]
+    for i in range(pack):
+        lines += [f"mul.f32 x, ${i}, y;", "ex2.approx.ftz.f32 x, x;", "add.f32 x, x, 0f3F800000;", "rcp.approx.ftz.f32 x, x;"]
+        lines += [f"fma.rn.f32 ${i}, x, 0fC0000000, 0f3F800000;"]
+    return "{ " + " ".join([*lines, "DONE:"]) + " }"
+
+
+TANH_PACK = tl.constexpr(8)
+TANH_PTX = tl.constexpr(_tanh_ptx(8))
+TANH_CONSTRAINTS = tl.constexpr(",".join(["=&f"] * 8 + list("01234567") + ["f"] * 40))
 
 
 @triton.jit
@@ -142,15 +169,20 @@ def row_phase(PHASE: tl.constexpr, first_key, last_key, sq, sk, geometry, V: tl.
 
 
 @triton.jit
-def visible(position, key, sk, geometry, V: tl.constexpr):
-    """Eq. 2. Rows that exist have positions below sk, so causal needs no test of the end."""
+def visible(position, key, sk, geometry, V: tl.constexpr, LEFT: tl.constexpr = True, RIGHT: tl.constexpr = True):
+    """Eq. 2. Rows that exist have positions below sk, so causal needs no test of the end.
+
+    In a WIDE window a tile is tested against the one edge it can meet: the left, or the right and the end.
+    """
+    if V.WIDE and not RIGHT:
+        return key >= position - geometry.left
     if V.CAUSAL:
         seen = key <= position
     else:
         seen = (key < sk) & (position == position)
         if V.RIGHT:
             seen = seen & (key <= position + geometry.right)
-    if V.LEFT:
+    if V.LEFT and (LEFT or not V.WIDE):
         seen = seen & (key >= position - geometry.left)
     return seen
 
@@ -171,56 +203,97 @@ def visible_count(position, q_start, sq, sk, packing, geometry, V: tl.constexpr)
 
 
 @triton.jit
-def tanh(x, V: tl.constexpr):
-    """1 - 2e / (1 + e), e = e^-2|x|: absolutely accurate to an ulp of 1, which is all that a 16-bit softmax can tell.
+def tanh(t, factor, V: tl.constexpr):
+    """tanh(t * factor) to 2e-7, which is what a logit needs; in fp32 relatively as well.
 
-    The quotient is a parabola and two Newton steps: 1 + e lies in (1, 2], and the special function unit is what is short here.
-    fp32 asks for relative accuracy near 0, where the difference cancels and a short series takes over.
+    A polynomial up to |x| = 0.5, beyond it 1 - 2 / (1 + e^2x): the special function unit is what is short here, and softcaps
+    are chosen so that few logits come near them.
     """
+    if V.FP32:
+        return precise_tanh(t * factor)
+    f2 = factor * factor
+    c0 = 0.9999976762 * factor
+    c1 = -0.3332065522 * factor * f2
+    c2 = 0.1314514565 * factor * f2 * f2
+    c3 = -0.0433724836 * factor * f2 * f2 * f2
+    if V.NVIDIA:
+        return tl.inline_asm_elementwise(
+            TANH_PTX, TANH_CONSTRAINTS, [t, c0, c1, c2, c3, factor], dtype=tl.float32, is_pure=True, pack=TANH_PACK
+        )
+    square = t * t
+    small = t * (c0 + square * (c1 + square * (c2 + square * c3)))
+    x = t * factor
+    return tl.where(tl.abs(x) > 0.5, 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E))), small)
+
+
+@triton.jit
+def precise_tanh(x):
+    """1 - 2e / (1 + e), e = e^-2|x|; near 0, where the difference cancels, a short series takes over."""
     magnitude = tl.abs(x)
-    twice = tl.exp2(1.0 - magnitude * (2.0 * LOG2E))
-    divisor = 1.0 + 0.5 * twice
-    inverse = 2.1212121212 + divisor * (-1.4545454545 + divisor * 0.3232323232)
-    inverse = inverse * (2.0 - divisor * inverse)
-    inverse = inverse * (2.0 - divisor * inverse)
-    ratio = 1.0 - twice * inverse
-    ratio = tl.where(x < 0, -ratio, ratio)
-    if not V.FP32:
-        return ratio
+    e = tl.exp2(-magnitude * (2.0 * LOG2E))
+    ratio = 1.0 - 2.0 * e / (1.0 + e)
     square = x * x
     series = x * (1.0 + square * (-0.3333333333 + square * (0.1333333333 - square * 0.0539682540)))
-    return tl.where(square < 0.0625, series, ratio)
+    return tl.where(square < 0.0625, series, tl.where(x < 0, -ratio, ratio))
 
 
 @triton.jit
-def bias_tile(table_ptr, column, down, across, geometry, V: tl.constexpr):
-    """Bias of a tile whose first row and key lie `column` apart in the table.
+def bias_tile(table_ptr, start, geometry, V: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr):
+    """[DOWN, ACROSS] tile whose element (i, j) is entry start + j - i of a head's table, in the order the kernel reads it.
 
-    The distance inside it is a sum of `down` [:, None] and `across` [None, :], added in this order: then what is constant for a
-    thread ends up in the instruction and not in a register per element.
+    Neighbours across are loaded in pairs. A pair that would start at an odd entry is taken from the second copy of the table,
+    which lies one entry off. Across is added last: what is constant for a thread then ends up in the instruction.
     """
     # beyond the padding all is zero, wherever the tile lies
-    column = tl.minimum(tl.maximum(column, -TABLE_PAD // 2), geometry.n_bias + TABLE_PAD // 2) + TABLE_PAD
+    start = tl.minimum(tl.maximum(start, TABLE_PAD // 2), geometry.n_bias + 3 * (TABLE_PAD // 2))
+    pitch = table_pitch(geometry)
+    first = start - tl.arange(0, DOWN)[:, None]
+    first += (first & 1) * (pitch - 1)
+    pairs = tl.arange(0, ACROSS // 2)[None, :] * 2
     if V.NVIDIA:
         # a load that Triton does not recognise stays where it is used: its pipeliner would copy the tile through shared memory
-        address = (table_ptr + column + down + across).to(tl.int64)
-        return tl.inline_asm_elementwise(
-            "ld.global.nc.f32 $0, [$1];", "=f,l", [address], dtype=tl.float32, is_pure=True, pack=1
+        even, odd = tl.inline_asm_elementwise(
+            "ld.global.nc.v2.f32 {$0, $1}, [$2];",
+            "=f,=f,l",
+            [(table_ptr + first + pairs).to(tl.int64)],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
         )
-    return tl.load(table_ptr + column + down + across)
+    else:
+        even = tl.load(table_ptr + first + pairs)
+        odd = tl.load(table_ptr + first + pairs + 1)
+    return tl.join(even, odd).reshape([DOWN, ACROSS])
 
 
 @triton.jit
-def logits(t, bias2, geometry, V: tl.constexpr, BIAS: tl.constexpr):
-    """(s * log2 e before the mask, tanh of the softcap or t): eq. 4 to 6; bias2 in base 2."""
-    capped = t * geometry.factor
-    s2 = capped
+def table_pitch(geometry):
+    """Entries of one copy of a head's table: padded on both sides, and even."""
+    return (geometry.n_bias + 2 * TABLE_PAD + 1) // 2 * 2
+
+
+@triton.jit
+def head_table(table_ptr, h, geometry, MIRRORED: tl.constexpr):
+    """Both copies of a head's table by ascending distance, or by descending."""
+    return table_ptr + (tl.cast(h, tl.int64) * 4 + MIRRORED * 2) * table_pitch(geometry)
+
+
+@triton.jit
+def table_entry(column, geometry, MIRRORED: tl.constexpr):
+    """Where the bias of table column `column` stands in a head's table."""
+    if MIRRORED:
+        return geometry.n_bias + TABLE_PAD - 1 - column
+    return column + TABLE_PAD
+
+
+@triton.jit
+def capped_product(t, geometry, V: tl.constexpr):
+    """What `unit` turns into the base-2 logit of eq. 4 and 5: the product, or the softcap's tanh."""
     if V.SOFTCAP:
-        capped = tanh(capped, V)
-        s2 = capped * geometry.cap2
-    if BIAS:
-        s2 += bias2
-    return s2, capped
+        return tanh(t, geometry.factor, V)
+    if V.LINEAR:
+        return t
+    return t * geometry.factor
 
 
 @triton.jit
@@ -239,17 +312,32 @@ def elastic(p, share, threshold, alone, seen, MASK: tl.constexpr, V: tl.constexp
 
 
 @triton.jit
-def tile_gradient(
-    t, dp, lse2, delta, bias2, share, threshold, alone, seen, geometry, V: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr
+def tile_weights(
+    t, lse2, bias, share, threshold, alone, seen, geometry, V: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr
 ):
-    """(a, ds, dx) of a tile in either orientation: eq. 33 from the raw products t = q.k and dp = do.v."""
-    s2, capped = logits(t, bias2, geometry, V, BIAS)
-    p = tl.exp2(s2 - lse2)
+    """(p, a, m, tanh of the softcap) of a tile in either orientation from its raw products t = q.k; m only with tau."""
+    capped = capped_product(t, geometry, V)
+    if BIAS:
+        # not as a sum with the product: Triton would start the product from it, and hold it in registers meanwhile
+        p = tl.exp2(capped * geometry.unit + (bias * geometry.unit - lse2))
+    else:
+        p = tl.exp2(capped * geometry.unit - lse2)
     if MASK:
         p = tl.where(seen, p, 0.0)
     a = p
+    m = seen
     if V.TAU:
         p, a, m = elastic(p, share, threshold, alone, seen, MASK, V)
+    return p, a, m, capped
+
+
+@triton.jit
+def tile_gradient(
+    t, dp, lse2, delta, bias, share, threshold, alone, seen, geometry, V: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr
+):
+    """(a, ds, dx) of a tile in either orientation: eq. 33 from the raw products t = q.k and dp = do.v."""
+    p, a, m, capped = tile_weights(t, lse2, bias, share, threshold, alone, seen, geometry, V, MASK, BIAS)
+    if V.TAU:
         dp = tl.where(m, dp, 0.0)
     ds = p * (dp - delta)
     dx = ds

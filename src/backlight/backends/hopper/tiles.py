@@ -1,0 +1,134 @@
+"""What the forward kernels share: the tile a CTA works on, named barriers, masks and terms of a block, the gate's tile.
+
+`p` is the argument class of a kernel; the fields read here have the same names in all of them.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from backlight.backends.hopper.primitives import INF, WM, before, between, key_blocks, key_limits, load_tile, locate
+from backlight.backends.hopper.terms import TABLE_PAD, bias_tile, capped
+
+# the first named barrier: K_EMPTY + stage, then V_EMPTY + stage, then TURN + warpgroup (ping-pong)
+K_EMPTY = gl.constexpr(8)
+# a published tile: batch * heads + head (END when there is none left), packed sequence, row block; four slots, because a
+# consumer reads its tile once more at the end of it, when the producer may be two tiles ahead
+SLOT = gl.constexpr(4)
+END = gl.constexpr(-1)
+HEAD = gl.constexpr(0)
+SEGMENT = gl.constexpr(1)
+BLOCK = gl.constexpr(2)
+
+
+@gluon.jit
+def draw(p, tile):
+    """(tile to come next, batch * heads + head, packed sequence, row block, whether it exists).
+
+    `together` heads advance side by side, their row blocks from the last (longest under a causal mask) to the first.
+    """
+    next_tile = tile + gl.num_programs(0)
+    if p.dynamic != 0:
+        next_tile = gl.atomic_add(p.counter_ptr, 1) + gl.num_programs(0)
+    section = tile // (p.row_tiles * p.together)
+    rank = tile % (p.row_tiles * p.together)
+    head = section * p.together + rank % p.together
+    block = p.row_tiles - 1 - rank // p.together
+    z = tile * 0
+    exists = tile >= 0
+    if p.VARLEN:
+        z, first = locate(block, p.cu_tiles_ptr, p.n_segments)
+        block -= first
+        exists = z < p.n_segments
+    return next_tile, head, z, block, exists
+
+
+@gluon.jit
+def lengths(p, z):
+    """(first row, first key, rows, keys) of a packed sequence, or of the whole batch entry."""
+    q_start = p.sq * 0
+    k_start = q_start
+    sq = p.sq
+    sk = p.sk
+    if p.VARLEN:
+        q_start = gl.load(p.cu_q_ptr + z)
+        k_start = gl.load(p.cu_k_ptr + z)
+        sq = gl.load(p.cu_q_ptr + z + 1) - q_start
+        sk = gl.load(p.cu_k_ptr + z + 1) - k_start
+    return q_start, k_start, sq, sk
+
+
+@gluon.jit
+def tile_blocks(p, i0, rows, sq, sk):
+    """`key_blocks` of rows [i0, i0 + rows), at least one block."""
+    shift = sk - sq
+    first = i0 + shift
+    last = gl.minimum(i0 + rows, sq) - 1 + shift
+    begin, plain_begin, plain_end, end = key_blocks(first, last, sk, p.left, p.right, p.BN, p.HAS_LEFT, p.HAS_RIGHT)
+    return begin, plain_begin, plain_end, gl.maximum(end, begin + 1)
+
+
+@gluon.jit
+def publish(p, slot, head, z, block):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    p.tile_s.index(slot * SLOT + HEAD).store(gl.full([1], head, gl.int32, one))
+    p.tile_s.index(slot * SLOT + SEGMENT).store(gl.full([1], z, gl.int32, one))
+    p.tile_s.index(slot * SLOT + BLOCK).store(gl.full([1], block, gl.int32, one))
+
+
+@gluon.jit
+def published(p, slot, FIELD: gl.constexpr):
+    four: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(p.tile_s.index(slot * SLOT + FIELD).load(four), 0)
+
+
+@gluon.jit
+def seen_in(p, s, position, block, sk):
+    """Visible keys (eq. 2) of one key block: a tile like s."""
+    B: gl.constexpr = s.shape[1]
+    columns = gl.arange(0, B, gl.SliceLayout(0, s.type.layout))
+    first, end = key_limits(position, sk, p.left, p.right, p.HAS_LEFT, p.HAS_RIGHT)
+    if p.HAS_LEFT:
+        seen = between(first - block * B, end - block * B, columns)
+    else:
+        seen = before(end - block * B, columns)
+    return seen
+
+
+@gluon.jit
+def hide(p, s, position, block, sk):
+    """Masked scores of one key block."""
+    return gl.where(seen_in(p, s, position, block, sk), s, -INF)
+
+
+@gluon.jit
+def head_table(p, head):
+    """The padded bias table of a head."""
+    return p.table_ptr + (head % p.heads).to(gl.int64) * (p.n_bias + 2 * TABLE_PAD)
+
+
+@gluon.jit
+def with_terms(p, s, table_ptr, column, block):
+    """Scores of one key block, capped, and biased where the block meets the table.
+
+    column: table entry of the first row and key 0.
+    """
+    if p.SOFTCAP:
+        s = capped(s, p.cap_factor)
+    if p.BIAS:
+        here = column - block * s.shape[1]
+        if (here > -s.shape[0]) & (here < p.n_bias + s.shape[1] - 1):
+            s += bias_tile(table_ptr, here, p.n_bias, s, False)
+    return s
+
+
+@gluon.jit
+def load_gate(p, W: gl.constexpr, turn):
+    """The gate's tile into the buffer that O will leave through."""
+    tma.store_wait(0)
+    head = published(p, turn & 3, HEAD)
+    i0 = published(p, turn & 3, BLOCK) * (p.NC * WM) + W * WM
+    q_start, _, sq, _ = lengths(p, published(p, turn & 3, SEGMENT))
+    full = p.gate_full.index(W)
+    mbarrier.expect(full, p.gate_desc.block_type.nbytes)
+    load_tile(p.gate_desc, head // p.heads, head % p.heads, q_start, sq, i0, full, p.o_s.index(W), p.VARLEN)

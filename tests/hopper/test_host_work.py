@@ -1,0 +1,375 @@
+"""What a warmed call does on the host, counted: launches, allocations, descriptors, Python functions. Nothing is timed.
+
+Kernels stand still: a launch is written down and leaves its outputs as they were.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+import backlight
+from backlight.backends import hopper
+from backlight.backends.hopper import backward, dq, forward, launch, prepass, program, replay
+from backlight.backends.hopper.config import BackwardConfig, ForwardConfig
+from backlight.call import Call, Memory
+from backlight.config import override
+from backlight.spec import AttentionSpec
+
+MODULES = (forward, backward, prepass, dq)
+PLAIN = ["_fwd_kernel", "_prepass_kernel", "_bwd_kernel", "_dq_convert_kernel"]
+PACKAGE = str(Path(backlight.__file__).parent)
+# 77 when it was set; 353 before decisions were remembered
+MOST_FUNCTIONS = 85
+
+
+class Machine:
+    """Launches in order: kernel, whether Triton's JIT was asked, grid, arguments by name; how many tensor maps were made."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[str, bool, tuple[int, ...], dict[str, Any]]] = []
+        self.encoded = 0
+
+    def took(self, work: Callable[[], Any]) -> list[tuple[Any, ...]]:
+        """What kernels were told during the work, without addresses."""
+        del self.launches[:]
+        work()
+        return [
+            (name, grid, {key: "address" if key.endswith("_ptr") else described(x) for key, x in args.items()})
+            for name, _, grid, args in self.launches
+        ]
+
+
+@dataclass
+class Map:
+    """A tensor map: the descriptor it was made of, and its address."""
+
+    fields: dict[str, Any]
+    address: int
+
+
+class Compiled:
+    """What compiling a kernel gives, down to a launcher that writes down what it gets."""
+
+    function, packed_metadata = 2, (4, 1, 0)
+    metadata = SimpleNamespace(global_scratch_size=0, profile_scratch_size=0)
+
+    def __init__(self, name: str, arg_names: list[str], machine: Machine):
+        def launcher(*args: Any) -> None:
+            given, rest = [], iter(args[-1])
+            for x in rest:
+                given.append(x)
+                for _ in range(2 * len(x.fields["shape"]) if isinstance(x, Map) else 0):
+                    next(rest)
+            machine.launches.append((name, False, args[:3], dict(zip(arg_names, given, strict=True))))
+
+        def launch(*args: Any) -> None:
+            expanded = []
+            for x in args[-1]:
+                if isinstance(x, TensorDescriptor):
+                    machine.encoded += 1
+                    expanded += [Map(described(x), x.base.data_ptr()), *x.shape, *x.strides]
+                else:
+                    expanded.append(x)
+            launcher(*args[:-1], expanded)
+
+        self.run = Run()
+        self.run.launch = launch
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args: self.run(*grid, 0, self.function, self.packed_metadata, None, None, None, *args)
+
+
+class Run:
+    launch: Callable[..., None]
+
+    def __call__(self, *args: Any) -> None:
+        self.launch(*args[:9], args[9:])
+
+
+class Jitted:
+    """A kernel on a machine where nothing moves."""
+
+    def __init__(self, name: str, arg_names: list[str], machine: Machine):
+        self.name, self.arg_names, self.machine = name, arg_names, machine
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled]:
+        def start(*args: Any, **named: Any) -> Compiled:
+            given = dict(zip(self.arg_names, args, strict=False))
+            given |= {key: x for key, x in named.items() if key in self.arg_names}
+            self.machine.launches.append((self.name, True, (*grid, 1, 1)[:3], given))
+            return Compiled(self.name, self.arg_names, self.machine)
+
+        return start
+
+
+def described(value: Any) -> Any:
+    if isinstance(value, TensorDescriptor):
+        return {**replay.fields_of(value), "dtype": value.base.dtype}
+    return value.fields if isinstance(value, Map) else value
+
+
+def address_of(value: Any) -> int:
+    value = getattr(value, "base", value)
+    return value.data_ptr() if isinstance(value, Tensor) else getattr(value, "address", value)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """A Hopper GPU that takes CPU tensors and computes nothing."""
+    there = Machine()
+    for module in MODULES:
+        for name, value in list(vars(module).items()):
+            if name.startswith("_") and name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, Jitted(value.fn.__name__, value.arg_names, there))
+    monkeypatch.setattr(replay, "_compiled", {})
+    monkeypatch.setattr(replay, "_maps", Memory())
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(get_current_stream=lambda device: 7))
+    monkeypatch.setattr(launch, "_known", Memory())
+    monkeypatch.setattr(program, "_programs", Memory())
+    monkeypatch.setattr(forward, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(hopper, "missing", lambda: ())
+    monkeypatch.setattr(hopper, "_reasons", Memory())
+    monkeypatch.setattr(hopper.HopperBackend, "_find_reasons", lambda self, call: ())
+    return there
+
+
+class Blocks:
+    """An allocator like that of a GPU: the same requests in the same order get the same memory."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+        self.taken = 0
+
+    def free(self) -> None:
+        self.taken = 0
+
+    def allocate(self, make: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+        self.taken += 1
+        if self.taken > len(self.kept):
+            self.kept.append(make(*args, **options))
+            return self.kept[-1]
+        return self.kept[self.taken - 1].detach()
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> Blocks:
+    there = Blocks()
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, partial(there.allocate, getattr(torch, name)))
+    return there
+
+
+def problem(
+    rows: int = 128, heads: int = 4, view: str = "bhsd", dtype: torch.dtype = torch.bfloat16, wanted: str = "qkv"
+) -> list[Tensor]:
+    """q, k, v, dy."""
+    shape = (1, heads, rows, 64)
+    if view == "bshd":
+        found = [torch.randn(1, rows, heads, 64, dtype=dtype).transpose(1, 2) for _ in range(4)]
+    else:
+        found = [torch.randn(shape, dtype=dtype) for _ in range(4)]
+    if view == "expanded do":
+        found[3] = torch.randn(1, dtype=dtype).expand(shape)
+    return [*(x.requires_grad_(name in wanted) for name, x in zip("qkv", found, strict=False)), found[3]]
+
+
+def step(tensors: list[Tensor], lse: bool = False, **options: Any) -> None:
+    q, k, v, dy = tensors
+    y, rows = backlight.attention(q, k, v, **{"causal": True, "backend": "hopper", "return_lse": True, **options})
+    into = [x for x in tensors if x.requires_grad]
+    torch.autograd.grad([y, rows] if lse else y, into, [dy, torch.zeros_like(rows)] if lse else dy)
+
+
+# --- launches ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_warmed_call_asks_triton_nothing(machine: Machine) -> None:
+    step(problem())
+    assert [(name, asked) for name, asked, _, _ in machine.launches] == [(name, True) for name in PLAIN]
+    del machine.launches[:]
+    step(problem())
+    assert [(name, asked) for name, asked, _, _ in machine.launches] == [(name, False) for name in PLAIN]
+
+
+def test_a_remembered_launch_gets_the_tensors_of_its_own_call(machine: Machine) -> None:
+    step(problem())
+    del machine.launches[:]
+    tensors = problem()
+    step(tensors)
+    told = {name: args for name, _, _, args in machine.launches}
+    for key, x in zip(("q_desc", "k_desc", "v_desc"), tensors, strict=False):
+        assert address_of(told["_fwd_kernel"][key]) == address_of(told["_bwd_kernel"][key]) == x.data_ptr()
+    assert address_of(told["_prepass_kernel"]["dy_ptr"]) == address_of(told["_bwd_kernel"]["do_desc"]) == tensors[3].data_ptr()
+    assert address_of(told["_prepass_kernel"]["lse2_ptr"]) == address_of(told["_bwd_kernel"]["lse_desc"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ({}, {"causal": False}),
+        ({}, {"window": (5, 0)}),
+        ({}, {"scale": 0.5}),
+        ({}, {"deterministic": True}),
+        ({}, {"lse": True}),
+        ({"wanted": "kv"}, {}),
+        ({"rows": 200}, {}),
+        ({"rows": 4000}, {}),
+        ({"heads": 2}, {}),
+        ({"view": "bshd"}, {}),
+        ({"view": "expanded do"}, {}),
+        ({"dtype": torch.float16}, {}),
+    ],
+    ids=str,
+)
+def test_a_remembered_call_is_the_call_of_a_fresh_process(machine: Machine, shape: Any, options: Any) -> None:
+    """Whatever ran before, kernels are told what they would be told if nothing had run."""
+    fresh = machine.took(lambda: step(problem(**shape), **options))
+    for memory in (program._programs, launch._known, replay._compiled):
+        memory.clear()
+    plain = machine.took(lambda: step(problem()))
+    assert fresh != plain
+    for _ in range(3):
+        assert machine.took(lambda: step(problem(**shape), **options)) == fresh
+        assert machine.took(lambda: step(problem())) == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("forward", ForwardConfig(64, 2)),
+        ("backward", BackwardConfig(64, 128)),
+        ("backward", BackwardConfig(64, 64, split=True)),
+    ],
+    ids=str,
+)
+def test_a_forced_configuration_is_neither_remembered_nor_missed(machine: Machine, name: str, config: Any) -> None:
+    plain = machine.took(lambda: step(problem()))
+    with override(f"hopper.{name}", config):
+        forced = machine.took(lambda: step(problem()))
+        assert forced != plain
+        assert machine.took(lambda: step(problem())) == forced
+    assert machine.took(lambda: step(problem())) == plain
+
+
+def test_tensors_in_the_wrong_order_are_caught(machine: Machine) -> None:
+    q, k, _, _ = problem()
+    here = launch.Launch(Call(AttentionSpec(), q, k, k))
+    kernel = Jitted("kernel", ["a", "b"], machine)
+    for tensors, caught in (
+        ((q, k), nullcontext()),
+        ((k, q), pytest.raises(AssertionError)),
+        ((q,), pytest.raises(AssertionError)),
+    ):
+        here.known.clear()
+        with caught:
+            here.start(kernel, tensors, lambda: {"grid": (1,), "args": [q, k], "constants": {}})
+
+
+# --- how much of everything --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.clean_memory
+def test_allocations_of_a_warmed_call(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """y, lse | dq, dk, dv, lse2, delta and the accumulator of dq; nothing is filled or copied."""
+    tensors = problem()
+    step(tensors)
+    found: Counter[str] = Counter()
+    makers = ("empty", "empty_like", "empty_strided", "zeros", "zeros_like", "full", "ones")
+    methods = ("new_empty", "new_zeros", "contiguous", "clone", "to", "zero_", "fill_", "copy_", "__getitem__")
+    for owner, name in (*((torch, name) for name in makers), *((Tensor, name) for name in methods)):
+        honest = getattr(owner, name)
+
+        def counted(*args: Any, honest: Any = honest, name: str = name, **options: Any) -> Any:
+            found[name] += 1
+            return honest(*args, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+    step(tensors)
+    assert found == {"empty_strided": 8}
+
+
+def test_no_descriptor_is_checked_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    step(problem())
+    monkeypatch.setattr(TensorDescriptor, "__post_init__", None)
+    monkeypatch.setattr(launch, "usable_strides", None)
+    step(problem())
+
+
+def test_tensor_maps_are_made_once_for_an_address(machine: Machine, blocks: Blocks) -> None:
+    tensors = problem()
+    for expected in (0, 15, 0, 0):
+        before = machine.encoded
+        blocks.free()
+        step(tensors)
+        assert machine.encoded - before == expected
+    tensors[0] = tensors[0].detach().clone().requires_grad_()
+    blocks.free()
+    step(tensors)
+    # q alone lies elsewhere; a launch that misses one map makes all of its own
+    assert machine.encoded - before == 4 + 9
+
+
+def test_nothing_of_a_call_stays(machine: Machine) -> None:
+    tensors = problem()
+    for _ in range(3):
+        step(tensors)
+    watched = [weakref.ref(x) for x in tensors]
+    del tensors
+    machine.launches.clear()
+    gc.collect()
+    assert [ref() for ref in watched] == [None] * 4
+
+
+def test_profilers_hear_of_launches(machine: Machine) -> None:
+    """With a hook hung up, launches go through Triton's own function, which calls it."""
+    step(problem())
+    asked = []
+    knob = triton.knobs.runtime.launch_enter_hook
+    knob.add(asked.append)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(replay.Direct, "launch", None)
+            step(problem())
+    finally:
+        knob.remove(asked.append)
+    assert len(machine.launches) == 8
+
+
+def test_functions_of_a_warmed_call(machine: Machine, blocks: Blocks) -> None:
+    """Python functions of this package entered by one forward and backward."""
+    tensors = problem()
+    for _ in range(3):
+        blocks.free()
+        step(tensors)
+    blocks.free()
+    found: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            found[f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
+
+    sys.setprofile(note)
+    try:
+        step(tensors)
+    finally:
+        sys.setprofile(None)
+    assert sum(found.values()) <= MOST_FUNCTIONS, found.most_common()

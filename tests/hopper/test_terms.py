@@ -1,0 +1,163 @@
+"""Learned terms in the Hopper forward, in the emulator, judged by the oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("triton")
+
+import emulator
+from modules import mutant
+
+from backlight.backends.hopper import BACKEND, elastic, forward, terms, tiles
+from backlight.reference import oracle
+from cases import CASES, FP16, Case, case_id
+from gate import judge
+
+LATE, EARLY = pytest.param(True, id="late"), pytest.param(False, id="early", marks=pytest.mark.slow)
+ORDERS = pytest.mark.parametrize("late", [LATE, EARLY])
+ELSEWHERE = "tensors are on cpu, not on a GPU"
+
+WITH_TERMS = [case for case in CASES if case.bias or case.sink or case.gate or case.softcap or case.tau]
+TERMS = [case for case in WITH_TERMS if BACKEND.why_not(case.make(FP16, margin=0).call) == (ELSEWHERE,)]
+TILES = (
+    Case("bias,300", b=1, hq=2, hkv=1, sq=300, sk=300, d=64, causal=True, bias=140),
+    Case("bias,longer,420", b=1, hq=1, hkv=1, sq=420, sk=420, d=64, causal=True, bias=600),
+    Case("bias,short,420", b=1, hq=1, hkv=1, sq=420, sk=420, d=64, causal=True, bias=3),
+    Case("bias,two-sided,150x420", b=1, hq=1, hkv=1, sq=150, sk=420, d=64, bias=100, bias_origin=60),
+    Case("bias,far,400", b=1, hq=1, hkv=1, sq=400, sk=400, d=64, causal=True, bias=60, bias_origin=-150),
+    Case("bias,window,500", b=1, hq=1, hkv=1, sq=500, sk=500, d=64, window=(140, 70), bias=100, bias_origin=30),
+    Case("bias,softcap,packed", hq=2, hkv=1, lengths_q=(300, 1, 0, 140), d=64, causal=True, bias=50, softcap=2.0),
+    Case("sink,gate,330", b=1, hq=2, hkv=1, sq=330, sk=330, d=64, causal=True, sink=True, gate=True),
+    Case("sink,gate,packed", hq=1, hkv=1, lengths_q=(300, 5, 140), lengths_k=(200, 60, 140), d=64, sink=True, gate=True),
+    Case("gate,d=128", b=1, hq=2, hkv=1, sq=260, sk=260, d=128, causal=True, gate=True),
+    Case("gate,d=256", b=1, hq=1, hkv=1, sq=200, sk=200, d=256, causal=True, gate=True, bias=70),
+    Case("softcap,260", b=1, hq=1, hkv=1, sq=260, sk=260, d=64, softcap=3.0),
+    Case("tau,even", b=1, hq=2, hkv=1, sq=256, sk=256, d=64, tau=(-0.7, 0.4)),
+    Case("tau,causal,330", b=1, hq=2, hkv=1, sq=330, sk=330, d=64, causal=True, tau=(-1.0, 0.3)),
+    Case("tau,window,bias", b=1, hq=2, hkv=1, sq=420, sk=420, d=64, window=(140, 0), bias=100, tau=(-0.7, 0.0)),
+    Case("tau,rows without keys", b=1, hq=2, hkv=1, sq=300, sk=150, d=64, causal=True, tau=(-0.7, 0.4)),
+    Case("tau,packed", hq=2, hkv=1, lengths_q=(300, 1, 0, 140), d=64, causal=True, bias=70, tau=(-1.0, 0.4)),
+    Case("lazy,d=128", b=1, hq=2, hkv=1, sq=260, sk=260, d=128, causal=True, bias=90, tau=(-0.9, 0.4), gate=True),
+    Case(
+        "everything",
+        b=2,
+        hq=4,
+        hkv=2,
+        sq=200,
+        sk=270,
+        d=96,
+        causal=True,
+        bias=90,
+        sink=True,
+        gate=True,
+        softcap=4.0,
+        tau=(-0.9, 0.4, -1.0, 0.0),
+    ),
+    Case("all but tau", b=2, hq=4, hkv=2, sq=200, sk=270, d=96, causal=True, bias=90, sink=True, gate=True, softcap=4.0),
+)
+
+
+def examine(case: Case, late: bool, module: ModuleType = forward) -> None:
+    problem = case.make(FP16)
+    with emulator.emulated(module, late=late):
+        y, lse, u = module.forward(problem.call, save_u=True)
+    verdict = judge(problem.call, None, None, {"y": y, "lse": lse})
+    assert verdict.ok, f"{case.name}\n{verdict}"
+    assert (u is None) == (case.tau is None)
+    if u is not None and u.numel():
+        wanted = oracle(problem.call, keep=("u",))["u"]
+        assert (u.double() - wanted).abs().max() <= 2e-3 * (1 + wanted.abs().max()), case.name
+
+
+def test_terms_are_many() -> None:
+    assert len(TERMS) > 40
+
+
+@ORDERS
+@pytest.mark.parametrize("case", TERMS, ids=case_id)
+def test_case(case: Case, late: bool) -> None:
+    examine(case, late)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("case", TILES, ids=case_id)
+def test_tiles(case: Case, late: bool) -> None:
+    examine(case, late)
+
+
+# --- what is broken is noticed -----------------------------------------------------------------------------------------------
+
+BIAS = {"causal": True, "bias": 60}
+TAU = {"causal": True, "tau": (-0.7, 0.4)}
+BROKEN = {
+    "band too short": (tiles, "(here < p.n_bias + s.shape[1] - 1)", "(here < p.n_bias)", forward, "with_terms", BIAS),
+    "distances of lower rows": (terms, "gl.expand_dims(down & 8, 1)", "gl.expand_dims(down & 0, 1)", tiles, "bias_tile", BIAS),
+    "slope at 0": (terms, "map(_bits, (1.0, *coeff", "map(_bits, (0.99, *coeff", terms, "TANH_32", {"softcap": 20.0}),
+    "large scores as small ones": (
+        terms,
+        "unless(LONG[0], ",
+        "unless(99.0, ",
+        terms,
+        "TANH_32",
+        {"softcap": 0.5},
+    ),
+    "sink in every column": (
+        terms,
+        "gl.where(first, 1.0, 0.0)",
+        "gl.where(first, 1.0, 1.0)",
+        forward,
+        "sink_sums",
+        {"sink": True},
+    ),
+    "gate read in flight": (forward, "mbarrier.wait(p.gate_full.index(W), turn & 1)", "pass", None, "", {"gate": True}),
+    "gate of the next head": (
+        tiles,
+        "head // p.heads, head % p.heads,",
+        "head // p.heads, 0,",
+        forward,
+        "load_gate",
+        {"gate": True},
+    ),
+    "v never released": (elastic, "bar_arrive(p.V_EMPTY + stage, p.EVERYBODY)", "pass", forward, "elastic_consumer", TAU),
+    "k never released": (elastic, "bar_arrive(K_EMPTY + stage, p.EVERYBODY)", "pass", forward, "elastic_consumer", TAU),
+    "future keys leak": (
+        elastic,
+        "block + SIDE, sk), weight, -INF)",
+        "block + SIDE, sk), weight, share)",
+        forward,
+        "elastic_consumer",
+        TAU,
+    ),
+    "u read in flight": (
+        elastic,
+        "o, u = warpgroup_mma_wait(0",
+        "o, u = warpgroup_mma_wait(1",
+        forward,
+        "elastic_consumer",
+        TAU,
+    ),
+    "tile before still leaving": (
+        elastic,
+        "            tma.store_wait(0)\n",
+        "            pass\n",
+        forward,
+        "elastic_consumer",
+        TAU,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    module, old, new, target, attribute, options = BROKEN[name]
+    monkeypatch.setattr(emulator, "PATIENCE", 0.5)
+    broken = mutant(tmp_path, module, old, new)
+    if target is not None:
+        monkeypatch.setattr(target, attribute, getattr(broken, attribute))
+        broken = forward
+    with pytest.raises((RuntimeError, AssertionError)):
+        examine(Case("broken", b=1, hq=2, hkv=1, sq=300, sk=300, d=16, **options), late=True, module=broken)

@@ -1,0 +1,25 @@
+"""The numbers on the kernels page are those of its record."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def test_table_is_the_record() -> None:
+    made = runpy.run_path(str(DOCS / "make_triton_table.py"))
+    text = (DOCS / "kernels.md").read_text()
+    assert made["table"]() in text
+    assert made["RECORD"].name in text
+
+
+def test_every_kernel_file_is_named() -> None:
+    """A file with a kernel that the page does not name is one that a reader will not find."""
+    text = (DOCS / "kernels.md").read_text()
+    folder = DOCS.parent / "src" / "backlight" / "backends" / "triton"
+    with_kernels = [path for path in folder.glob("*.py") if "_kernel(" in path.read_text() and path.name != "backward.py"]
+    assert len(with_kernels) >= 7
+    for path in with_kernels:
+        assert f"`{path.name}`" in text, path.name
