@@ -1,4 +1,4 @@
-"""The table of variant costs on the kernels page, from its record: python docs/make_triton_table.py [--write] (into the page)."""
+"""The table of variant costs on the kernels page, from its record: python docs/make_triton_table.py --write (into the page)."""
 
 from __future__ import annotations
 

@@ -19,11 +19,17 @@ BF16, FP16 = torch.bfloat16, torch.float16
 LAZY, EVERY = ("bias", "tau"), ("bias", "sink", "tau", "gate", "softcap")
 # bytes; the plain kernel of narrow heads spills too (test_compiled.py)
 ALLOWED_SPILLS = {64: 340, 128: 130}
+ALLOWED_ELSEWHERE = {"_prepass_kernel": 16, "_dq_kernel": 64}
 ALLOWED_WITH_SOFTCAP = {64: 64, 128: 500}
 
 
 def reports_of(
-    d: int, terms: tuple[str, ...], dtype: torch.dtype = BF16, deterministic: bool = False, packed: bool = False, **options: object
+    d: int,
+    terms: tuple[str, ...],
+    dtype: torch.dtype = BF16,
+    deterministic: bool = False,
+    packed: bool = False,
+    **options: object,
 ) -> dict[str, Report]:
     """What every kernel of a backward compiles to, by name."""
     batch, length = (1, 600) if packed else (2, 512)
@@ -45,7 +51,7 @@ def examine(reports: dict[str, Report], d: int, terms: tuple[str, ...]) -> None:
         assert not report.warnings, str(report)
         assert report.shared <= SHARED_MEMORY, str(report)
         if report.kernel != "_bwd_kernel":
-            assert report.spills <= (16 if report.kernel == "_dq_kernel" else 0), str(report)
+            assert report.spills <= ALLOWED_ELSEWHERE.get(report.kernel, 0), str(report)
         else:
             allowed = ALLOWED_WITH_SOFTCAP if "softcap" in terms else ALLOWED_SPILLS
             assert report.spills <= allowed[64 if d <= 64 else 128], str(report)

@@ -108,7 +108,7 @@ def _tanh_ptx(n: int) -> str:
 
 
 # by how many values of a thread are decided about at once
-TANH_16, TANH_32, TANH_64 = (gl.constexpr(_tanh_ptx(n)) for n in (16, 32, 64))
+TANH_16, TANH_32 = (gl.constexpr(_tanh_ptx(n)) for n in (16, 32))
 
 
 @gluon.constexpr_function
@@ -125,7 +125,7 @@ def _floats(n):
 def tanh(x):
     """tanh of a tile in a layout of wgmma, to fp32 accuracy."""
     N: gl.constexpr = min(32, _per_thread(x.shape, x.type.layout))
-    ASM: gl.constexpr = TANH_16 if N == 16 else TANH_32 if N == 32 else TANH_64
+    ASM: gl.constexpr = TANH_16 if N == 16 else TANH_32
     return gl.inline_asm_elementwise(ASM, _floats(N), [x], dtype=gl.float32, is_pure=True, pack=N)
 
 

@@ -30,6 +30,6 @@ def table_of(bias: Tensor, factor: float) -> Tensor:
     table = torch.empty(heads, 2, 2, pitch, dtype=torch.float32, device=bias.device)
     if heads:
         _table_kernel[(triton.cdiv(pitch, BLOCK), heads, 4)](
-            bias, table, n, pitch, *bias.stride(), factor, PAD=TABLE_PAD.value, BLOCK=BLOCK, num_warps=4
+            bias, table, n, pitch, *bias.stride(), factor, PAD=TABLE_PAD.value, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=True
         )
     return table
