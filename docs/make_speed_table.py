@@ -59,5 +59,20 @@ def terms_table() -> str:
     return "\n".join(lines)
 
 
+def overhead_table() -> str:
+    """Host time of one tiny call, in microseconds, from the newest `overhead` record."""
+    rows = json.loads(sorted(RESULTS.glob("overhead-*.json"))[-1].read_text())["rows"]
+    phases = ("host forward", "host both", "graph forward", "graph both")
+    lines = [
+        "| us, B 1, H 2, S 64, D 64 | host, forward | host, forward and backward | CUDA graph, forward | CUDA graph, both |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row["status"] == "ok":
+            times = " | ".join(f"{row['times'][phase]['median_ms'] * 1e3:.0f}" for phase in phases)
+            lines.append(f"| {row['contender']}, {row['case'].split(',')[1].split('/')[0]} | {times} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    print(table(), terms_table(), sep="\n\n")
+    print(table(), terms_table(), overhead_table(), sep="\n\n")

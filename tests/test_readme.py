@@ -139,3 +139,5 @@ def test_speed_table_is_the_record() -> None:
     assert made["table"]() in text
     assert made["record"]().name in text
     assert made["terms_table"]() in text
+    assert made["terms_table"]() in (ROOT / "docs" / "hopper.md").read_text()
+    assert made["overhead_table"]() in (ROOT / "docs" / "host.md").read_text()
