@@ -79,6 +79,9 @@ def elastic_config(call: Call) -> ForwardConfig:
 
 def elastic_heuristic(call: Call) -> ForwardConfig:
     width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
+    if call.spec.softcap is not None:
+        # a capped half block waits for the products of the other half: more registers each, or fewer scores
+        return ForwardConfig(128 if width <= 64 else 64, 2)
     short = call.spec.masked and rows_of(call) <= SHORT
     return ForwardConfig(128, 3 if width <= 64 and not short else 2)
 
