@@ -15,6 +15,7 @@ from torch import Tensor
 from backlight.bench.contender import PER_SHAPE, Contender, by_autograd, cannot, gated, leaves_of
 from backlight.bench.workload import Tensors, Workload
 from backlight.call import Call
+from backlight.doctor.names import SMALL_TILES
 
 # tried in this order until the kernels fit into shared memory: a captured bias is pipelined through it, a tile of fp32 a stage
 KERNEL_OPTIONS: tuple[dict[str, int], ...] = (
@@ -22,16 +23,7 @@ KERNEL_OPTIONS: tuple[dict[str, int], ...] = (
     {"fwd_num_stages": 2},
     {"fwd_num_stages": 2, "bwd_num_stages": 2},
     {"fwd_num_stages": 1, "bwd_num_stages": 1},
-    {
-        "fwd_BLOCK_M": 64,
-        "fwd_BLOCK_N": 64,
-        "fwd_num_stages": 1,
-        "bwd_BLOCK_M1": 32,
-        "bwd_BLOCK_N1": 64,
-        "bwd_BLOCK_M2": 64,
-        "bwd_BLOCK_N2": 32,
-        "bwd_num_stages": 1,
-    },
+    SMALL_TILES,
 )
 # how Triton and inductor say that a kernel needs more shared memory than there is
 TOO_LARGE = ("out of resource", "OutOfResources", "shared memory")
