@@ -44,17 +44,17 @@ def grouped(call: Call, value: Tensor) -> Tensor:
     return value.unflatten(1, (call.k.shape[1], call.group))
 
 
-def per_row(call: Call) -> tuple[Tensor, Tensor]:
-    """n [B, Sq] and the number of visible keys' inverse, 0 where there is none."""
+def per_row(call: Call) -> Tensor:
+    """n [B, Sq]."""
     n = torch.zeros(call.q.shape[0], call.q.shape[2], dtype=FP64)
     for segment in call.segments():
         n[segment.batch, segment.q0 : segment.q1] = call.spec.visible_counts(segment.sq, segment.sk).double()
-    return n, torch.where(n > 0, 1 / n.clamp(min=1), 0)
+    return n
 
 
 def row_sums(problem: Problem, trace: Trace) -> Tensor:
     """rho of eq. 29: what the rows of ds add up to."""
-    n, _ = per_row(problem.call)
+    n = per_row(problem.call)
     p_sink = trace.p_sink
     dlse = torch.zeros_like(trace.lse) if problem.dlse is None else problem.dlse
     plain = trace.delta + dlse
@@ -67,7 +67,7 @@ def delta_by_outputs(problem: Problem, trace: Trace) -> Tensor:
     call = problem.call
     delta = (problem.dy * trace.y).sum(-1)
     if call.tau is not None:
-        delta = delta - call.tau[:, None] * per_row(call)[1][:, None] * (trace.do * trace.u).sum(-1)
+        delta = delta - call.tau[:, None] * (trace.do * trace.u).sum(-1)
     return delta if problem.dlse is None else delta - problem.dlse
 
 
@@ -102,7 +102,7 @@ def test_i4_column_sum_of_dk(problem: Problem) -> None:
 @given(drawn(without=("tau",)) | drawn(always=("tau",), tau=(0.6, 0.0, 2.0)))
 def test_i5_column_sum_of_dv(problem: Problem) -> None:
     call, trace = problem.call, traced(problem)
-    n, _ = per_row(call)
+    n = per_row(call)
     weight = 1 - trace.p_sink
     if call.tau is not None:
         weight = weight + call.tau[:, None]
@@ -167,7 +167,7 @@ def test_i11_gradient_through_lse_alone(problem: Problem) -> None:
         assert not trace[name].any(), name
     spec = call.spec.replace(tau=False, gate=False)
     mean_key = Call(spec, call.q, call.k, call.k, call.bias, call.sink, None, None, call.cu_seqlens_q, call.cu_seqlens_k)
-    n, _ = per_row(call)
+    n = per_row(call)
     dlse = problem.dlse.masked_fill((n == 0)[:, None], 0)
     close(trace.dq, call.scale * dlse[..., None] * oracle(mean_key, keep=["o"]).o)
 
@@ -215,7 +215,7 @@ def test_dscale(problem: Problem) -> None:
 def test_delta_from_saved_tensors(problem: Problem) -> None:
     """eq. 27, 28: what a kernel may use instead of a sum over keys."""
     trace = traced(problem)
-    n, _ = per_row(problem.call)
+    n = per_row(problem.call)
     seen = (n > 0)[:, None].expand_as(trace.delta)
     close(trace.delta[seen], delta_by_outputs(problem, trace)[seen])
 

@@ -55,6 +55,7 @@ class Case:
     logits: float = 1.0
     logit_shift: float = 0.0
     equal_values: bool = False
+    value_shift: float = 0.0
     dtypes: tuple[torch.dtype, ...] = (FP32, BF16)
 
     @property
@@ -103,6 +104,7 @@ class Case:
             q[..., 0], k[..., 0] = reach, reach if self.logit_shift > 0 else -reach
         if self.equal_values:
             v = v[:, :, :1].expand_as(v)
+        v = v + self.value_shift
         bias = None if self.bias is None else normal(self.hq, self.bias).to(device, parameter)
         sink = normal(self.hq).to(device, parameter) if self.sink else None
         tau = None
@@ -295,6 +297,7 @@ NUMERICS = (
     Case("softcap,saturated", causal=True, softcap=2.0, logits=10.0, dtypes=EVERY_DTYPE),
     Case("softcap,large", causal=True, softcap=50.0),
     Case("equal values", causal=True, equal_values=True, bias=65),
+    Case("tau,large values", causal=True, value_shift=1500.0, tau=(-0.7, 0.4), dtypes=EVERY_DTYPE),
 )
 
 CASES: tuple[Case, ...] = (*SINGLES, *PAIRS, *TOGETHER, *SIZES, *EMPTY, *PACKED, *BIAS, *TAU, *NUMERICS)

@@ -81,7 +81,7 @@ class Ring:
     ) -> dict[str, Tensor]:
         """The gradients in `needs` (eq. 44); those of bias, sink and tau over this rank's rows, in the accumulator dtype."""
         n = None if call.tau is None else self.shards.counts(self.rank, call.q.device)
-        prepared = prepare(call, n, y, lse, u, dy, dlse, needs)
+        prepared = prepare(call, y, lse, u, dy, dlse, needs)
         whole = Part() if n is None else Part(lse, n)
         sums = {
             # contiguous whatever the strides of the input: dk and dv are sent

@@ -43,7 +43,6 @@ class Prepared:
 
 def prepare(
     call: Call,
-    n: Tensor | None,
     y: Tensor,
     lse: Tensor,
     u: Tensor | None,
@@ -51,7 +50,7 @@ def prepare(
     dlse: Tensor | None,
     needs: frozenset[str],
 ) -> Prepared:
-    """The pre-pass of the backward (eq. 18, 20, 23, 24, 27, 28); n [Sq] with tau."""
+    """The pre-pass of the backward (eq. 18, 20, 23, 24, 27, 28)."""
     dtype = call.accumulator_dtype
     do, y = dy.to(dtype), y.to(dtype)
     weighted = do * y
@@ -64,8 +63,7 @@ def prepare(
         do = do * weight
     if call.tau is not None:
         assert u is not None
-        assert n is not None
-        mean = (do * u.to(dtype)).sum(dim=-1) / n.clamp(min=1)
+        mean = (do * u.to(dtype)).sum(dim=-1)
         delta = delta - call.tau.to(dtype)[None, :, None] * mean
         if "dtau" in needs:
             out["dtau"] = mean.sum(dim=(0, 2))

@@ -30,11 +30,11 @@ GRADIENT_STAGES = ("do", "dgate", "dp", "dv", "delta", "ds", "dbias", "dsink", "
 OPERANDS = ("a", "dx", "y", "do", "dq", "dk", "dv", "dgate")
 
 
-def flash_delta(dy, y, do, u, tau, n, dlse):
+def flash_delta(dy, y, do, u, tau, dlse):
     """delta from saved tensors (eq. 27, 28), less dlse."""
     delta = (dy * y).sum(dim=-1)
     if tau is not None:
-        delta = delta - tau / n.clamp(min=1).squeeze(-1) * (do * u).sum(dim=-1)
+        delta = delta - tau * (do * u).sum(dim=-1)
     return delta if dlse is None else delta - dlse
 
 
@@ -42,8 +42,8 @@ def flash_dgate(dy, y, gate):
     return torch.zeros_like(dy) if gate is None else dy * y * (1 - torch.sigmoid(gate))
 
 
-def flash_dtau(do, u, n, tau):
-    return do.new_zeros(()) if tau is None else ((do * u).sum(dim=-1) / n.clamp(min=1).squeeze(-1)).sum()
+def flash_dtau(do, u, tau):
+    return do.new_zeros(()) if tau is None else (do * u).sum()
 
 
 FORWARD_HALF = {name: STAGES[name] for name in ("x", "capped", "s", "lse", "p", "p_sink", "m", "a", "o", "u", "y")}

@@ -68,7 +68,7 @@ class Flashlike(Oracle):
                 p = trace.p(s, lse)
                 m = trace.m(p, head["tau"], head["n"], tile["visible"])
                 o += self._operand(trace.a(p, m, head["tau"], head["n"])) @ head["v"][keys]
-                u += m @ head["v"][keys]
+                u += m @ head["v"][keys] / head["n"].clamp(min=1)
         return {"lse": lse, "o": o, "u": self._operand(u), "y": self._operand(trace.y(o, head["gate"]))}
 
     def _backward(self, head: Mapping[str, Tensor]) -> Values:
@@ -78,7 +78,7 @@ class Flashlike(Oracle):
         delta = (dy * y).sum(dim=-1)
         dtau = dy.new_zeros(())
         if tau is not None:
-            per_key = (do * head["u"]).sum(dim=-1) / n.clamp(min=1).squeeze(-1)
+            per_key = (do * head["u"]).sum(dim=-1)
             delta = delta - tau * per_key
             dtau = per_key.sum()
         if dlse is not None:

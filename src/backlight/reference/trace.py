@@ -106,8 +106,8 @@ def o(a, v):
 
 
 @stage("12")
-def u(m, v):
-    return m @ v
+def u(m, v, n):
+    return m @ v / n.clamp(min=1)
 
 
 @stage("13")

@@ -264,7 +264,7 @@ def elastic_consumer(p, W: gl.constexpr):
         # read again: registers are short in the loops
         head = published(p, turn & 3, HEAD)
         i0 = published(p, turn & 3, BLOCK) * (NC * WM) + W * WM
-        q_start, _, sq, _ = lengths(p, published(p, turn & 3, SEGMENT))
+        q_start, _, sq, sk = lengths(p, published(p, turn & 3, SEGMENT))
         b = head // p.heads
         h = head % p.heads
         if not p.GATE:
@@ -276,6 +276,9 @@ def elastic_consumer(p, W: gl.constexpr):
             o = o * sigmoid(o_s.load(o_l).to(gl.float32))
         o_s.store(o.to(dtype))
         if p.SAVE_U:
+            position = i0 + sk - sq + gl.arange(0, WM, gl.SliceLayout(1, o_l))
+            n = visible_count(position, sk, p.left, p.right, p.HAS_LEFT, p.HAS_RIGHT)
+            u = u * gl.expand_dims(1.0 / gl.maximum(n, 1).to(gl.float32), 1)
             p.u_s.index(W).store(u.to(dtype))
         fence_async_shared()
         store_tile(p.o_desc, b, h, q_start, sq, i0, o_s, p.VARLEN)

@@ -168,7 +168,7 @@ def _prepass_kernel(
         tau = tl.load(tau_ptr + h).to(tl.float32)
         u_ptr += (b * u_stride_b + h * u_stride_h) * UNIT
         u = tl.load(u_ptr + row[:, None] * (u_stride_s * UNIT) + columns[None, :], mask=mask, other=0.0)
-        mean = tl.sum(dy.to(tl.float32) * u.to(tl.float32), 1) / tl.maximum(n, 1).to(tl.float32)
+        mean = tl.sum(dy.to(tl.float32) * u.to(tl.float32), 1)
         delta -= tau * mean
         tl.store(share_ptr + padded + lanes, share_of(tau, n, inside, SINK))
         tl.store(dtau_ptr + head * tiles + tile, tl.sum(mean, 0))

@@ -83,7 +83,7 @@ def _prepass(
         do = do * weight
     if elastic is not None:
         assert incoming.u is not None
-        mean = (do * block.rows_of(incoming.u)).sum(dim=-1, keepdim=True) / elastic.n
+        mean = (do * block.rows_of(incoming.u)).sum(dim=-1, keepdim=True)
         delta -= elastic.tau * mean
         if "dtau" in sums:
             add_heads_(sums["dtau"], slab, group, block.sum_positions(mean))

@@ -103,7 +103,7 @@ def _elastic_sweep(
         add_product_(o[:, part], a.to(v.dtype), keys)
         if with_u:
             add_product_(u[:, part], m.to(v.dtype), keys)
-    return o, u
+    return o, u.div_(elastic.n)
 
 
 def base2(lse: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def _delta_kernel(
     if V.TAU:
         u = load_tile(at(u_rows, b, h, row), u_rows.row, 0, n_rows, BM, V.DV, V.BDV, True).to(tl.float32)
         n = tl.maximum(visible_count(i0 + lanes + sk - sq, q_start, sq, sk, packing, geometry, V), 1)
-        mean = tl.sum(do * u, 1) / n
+        mean = tl.sum(do * u, 1)
         tau = tl.load(tau_ptr + h).to(tl.float32)
         delta -= tau * mean
         tl.store(mean_ptr + given + lanes, mean, mask=exists)

@@ -93,7 +93,7 @@ def _elastic_kernel(
                         u = tl.dot(survivors, v, u, input_precision=V.PRECISION)
                     o = tl.dot(a.to(v.dtype), v, o, input_precision=V.PRECISION)
     if SAVE_U:
-        store_tile(at(u_rows, b, h, q_start + i0), u_rows.row, n_rows, u, BM, V.DV, V.BDV)
+        store_tile(at(u_rows, b, h, q_start + i0), u_rows.row, n_rows, u / tl.maximum(n, 1), BM, V.DV, V.BDV)
     if V.GATE:
         gate = load_tile(at(gate_rows, b, h, q_start + i0), gate_rows.row, 0, n_rows, BM, V.DV, V.BDV, True)
         o = o * tl.sigmoid(gate.to(tl.float32))

@@ -30,8 +30,8 @@ def lse_scales(call: Call) -> list[Mutant]:
 
 
 def changed_delta(change: Callable[[Tensor], Tensor], detail: str = "") -> Mutant:
-    def delta(dy, y, do, u, tau, n, dlse):
-        return change(flash_delta(dy, y, do, u, tau, n, dlse))
+    def delta(dy, y, do, u, tau, dlse):
+        return change(flash_delta(dy, y, do, u, tau, dlse))
 
     return Mutant(backward={"delta": delta}, detail=detail)
 
@@ -60,12 +60,12 @@ def _row_max(s):
     return torch.exp(s - s.amax(dim=-1, keepdim=True).clamp(min=-1e30))
 
 
-def _no_dlse(dy, y, do, u, tau, n, dlse):
-    return flash_delta(dy, y, do, u, tau, n, None)
+def _no_dlse(dy, y, do, u, tau, dlse):
+    return flash_delta(dy, y, do, u, tau, None)
 
 
-def _flipped_dlse(dy, y, do, u, tau, n, dlse):
-    return flash_delta(dy, y, do, u, tau, n, None if dlse is None else -dlse)
+def _flipped_dlse(dy, y, do, u, tau, dlse):
+    return flash_delta(dy, y, do, u, tau, None if dlse is None else -dlse)
 
 
 def _derivative_of_s(ds, s, softcap):

@@ -77,10 +77,10 @@ def _counts(call: Call) -> list[Mutant]:
         """The backward with the same count everywhere."""
 
         def delta(dy, y, do, u, tau, n, dlse, visible):
-            return flash_delta(dy, y, do, u, tau, count(n, visible), dlse)
+            return flash_delta(dy, y, do, u * n / count(n, visible), tau, dlse)
 
         def dtau(do, u, n, tau, visible):
-            return flash_dtau(do, u, count(n, visible), tau)
+            return flash_dtau(do, u * n / count(n, visible), tau)
 
         return using(count) | {"delta": delta, "dtau": dtau}
 
@@ -99,7 +99,7 @@ def _every_visible(do, visible, v, n, tau):
 
 
 def _undivided(do, u, n, tau):
-    return (do * u).sum()
+    return (do * u * n).sum()
 
 
 def _without_sink(s, lse):
