@@ -73,6 +73,25 @@ def wide_range() -> str:
     return f"{min(fwd):.2f} to {max(fwd):.2f} of FlashAttention-3 forward, {min(bwd):.2f} to {max(bwd):.2f} backward"
 
 
+def training_table() -> str:
+    """Tokens per second of a whole training step, from the newest record of benchmarks/train_step.py."""
+    record = json.loads(sorted(RESULTS.glob("train-step-*.json"))[-1].read_text())
+    names = {"plain": "softmax", "bias": "learned bias (512)", "lazy": "Lazy: bias and tau"}
+    lines = ["| tokens per second | backlight | SDPA | FlexAttention |", "|---|---|---|---|"]
+    for variant, rows in record["variants"].items():
+        cells = [_training_cell(rows[name], record["shape"]["layers"]) for name in ("backlight", "sdpa", "flex")]
+        lines.append(f"| {names[variant]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _training_cell(row: dict, layers: int) -> str:
+    if "tokens_per_s" in row:
+        return f"{row['tokens_per_s']:,}"
+    if "two_layers_ms" in row:
+        return f"2 of {layers} layers alone take {row['two_layers_ms'] / 1e3:.1f} s a step"
+    return row["refused"].split(":")[0].split(";")[0]
+
+
 def overhead_table() -> str:
     """Host time of one tiny call, in microseconds, from the newest `overhead` record."""
     rows = json.loads(sorted(RESULTS.glob("overhead-*.json"))[-1].read_text())["rows"]
@@ -89,4 +108,4 @@ def overhead_table() -> str:
 
 
 if __name__ == "__main__":
-    print(table(), terms_table(), overhead_table(), wide_range(), sep="\n\n")
+    print(table(), terms_table(), training_table(), overhead_table(), wide_range(), sep="\n\n")

@@ -142,4 +142,6 @@ def test_speed_table_is_the_record() -> None:
     assert made["terms_table"]() in (ROOT / "docs" / "hopper.md").read_text()
     for page in (text, (ROOT / "docs" / "hopper.md").read_text()):
         assert made["wide_range"]() in page
+    for page in (text, (ROOT / "docs" / "training.md").read_text()):
+        assert made["training_table"]() in page
     assert made["overhead_table"]() in (ROOT / "docs" / "host.md").read_text()
