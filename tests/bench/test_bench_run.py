@@ -18,7 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 from backlight import registry
-from backlight.bench import command, machine, memory, profile, runner, step, suites
+from backlight.bench import command, machine, memory, profile, runner, step, suites, timing
 from backlight.bench.contender import Contender
 from backlight.bench.peers import adapter
 from backlight.bench.results import load
@@ -468,3 +468,10 @@ def test_smoke_ends_within_a_minute(tmp_path: Path) -> None:
     subprocess.run(arguments, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, check=True, capture_output=True)
     assert time.monotonic() - begin < 60
     assert list(tmp_path.glob("*/smoke-*-rates.png"))
+
+
+def test_a_slow_contender_is_timed_in_one_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "slow", lambda rounds: bool(rounds))
+    data = run(adapter("backlight"), path=tmp_path / "run.json")
+    assert SUITE.rounds > 1
+    assert all(len(found["round_medians_ms"]) == 1 for found in data["rows"][0]["times"].values())

@@ -83,6 +83,19 @@ def test_a_window_on_a_card_is_bounded_and_warm(card: Card) -> None:
     assert card.runs <= 1 + 1 + 1 + 3
 
 
+def test_work_of_seconds_is_measured_once(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention's gradient of a learned bias takes seconds: three samples in each of three rounds would take a run's time."""
+    monkeypatch.setattr(timing, "SLOW_MS", 30.0)
+    card.run_s, card.first_s = 0.04, 0.04
+    found = timing.samples(card, torch.device("cuda"), Effort(warm_ms=50, rep_ms=100, least=3))
+    assert len(found) == 1
+    assert found[0] >= 40
+    assert card.runs == 2
+    assert timing.slow([found])
+    assert not timing.slow([])
+    assert not timing.slow([[20.0]])
+
+
 def test_host_time_is_of_one_call() -> None:
     found = timing.host_samples(lambda: time.sleep(0.002), CPU, Effort(0, 1, least=2))
     assert len(found) == 2

@@ -211,7 +211,8 @@ class Step:
                 watch = machine.Watch(self.device)
             for contender, row in entries:
                 for phase in self.suite.phases:
-                    if row["status"] == "failed" or phase in row.get("untimed", {}):
+                    earlier = taken[contender.name].get(phase, [])
+                    if row["status"] == "failed" or phase in row.get("untimed", {}) or timing.slow(earlier):
                         continue
                     self._check_time()
                     self.report(f"{self.workload.id}: round {number + 1}/{self.settings.rounds}, {contender.name} {phase}")

@@ -22,6 +22,8 @@ Work = Callable[[], Any]
 FLUSH_BYTES = 256 << 20
 FAST_MS = 5.0
 CALLS_PER_SAMPLE = 20
+# longer work is measured once: its noise is nothing beside its length
+SLOW_MS = 1000.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ def _cuda_samples(work: Work, effort: Effort) -> list[float]:
     work()
     torch.cuda.synchronize()
     wall_ms = _wall_ms(work)
+    if wall_ms > SLOW_MS:
+        return [wall_ms]
     warm, counted = int(effort.warm_ms / wall_ms), max(effort.least, int(effort.rep_ms / wall_ms))
     # one batch: a pause between warming and measuring would let the clocks rise again
     return _event_samples(work, warm + counted)[warm:]
@@ -159,6 +163,11 @@ def _wait(device: torch.device) -> None:
 
 
 # --- statistics --------------------------------------------------------------------------------------------------------------
+
+
+def slow(rounds: list[list[float]]) -> bool:
+    """Whether one round has said enough."""
+    return bool(rounds) and statistics.median(rounds[-1]) > SLOW_MS
 
 
 def percentile(values: Sequence[float], share: float) -> float:
