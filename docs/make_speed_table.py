@@ -19,8 +19,16 @@ LINES = (
 )
 
 
-def record() -> Path:
-    return sorted(RESULTS.glob("plain-*.json"))[-1]
+def record_of(*contenders: str) -> Path:
+    """The newest record of `plain` in which all of them were timed."""
+    for path in sorted(RESULTS.glob("plain-*.json"), reverse=True):
+        if set(contenders) <= {row["contender"] for row in json.loads(path.read_text())["rows"] if row["status"] == "ok"}:
+            return path
+    raise FileNotFoundError(f"no record of {contenders}")
+
+
+def records() -> list[Path]:
+    return sorted({record_of(contender, peer) for _, contender, peer, _ in LINES})
 
 
 def ratios(data: dict, contender: str, peer: str, dims: tuple[int, ...], phase: str) -> list[float]:
@@ -34,10 +42,9 @@ def ratios(data: dict, contender: str, peer: str, dims: tuple[int, ...], phase: 
 
 
 def table() -> str:
-    data = json.loads(record().read_text())
     lines = ["| speed ratio, S 2k to 16k, causal and full | D | forward | backward |", "|---|---|---|---|"]
     for what, contender, peer, dims in LINES:
-        cells = []
+        data, cells = json.loads(record_of(contender, peer).read_text()), []
         for phase in ("forward", "backward"):
             found = ratios(data, contender, peer, dims, phase)
             mean = math.exp(sum(map(math.log, found)) / len(found))

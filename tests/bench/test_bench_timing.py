@@ -84,7 +84,7 @@ def test_a_window_on_a_card_is_bounded_and_warm(card: Card) -> None:
 
 
 def test_work_of_seconds_is_measured_once(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention's gradient of a learned bias takes seconds: three samples in each of three rounds would take a run's time."""
+    """FlexAttention's gradient of a learned bias takes seconds: three samples a round would take a run's time."""
     monkeypatch.setattr(timing, "SLOW_MS", 30.0)
     card.run_s, card.first_s = 0.04, 0.04
     found = timing.samples(card, torch.device("cuda"), Effort(warm_ms=50, rep_ms=100, least=3))
