@@ -80,6 +80,37 @@ def wide_range() -> str:
     return f"{min(fwd):.2f} to {max(fwd):.2f} of FlashAttention-3 forward, {min(bwd):.2f} to {max(bwd):.2f} backward"
 
 
+def variants_record() -> Path:
+    return sorted(RESULTS.glob("variants-*.json"))[-1]
+
+
+def variants_table() -> str:
+    """Forward and backward of every variant in one run: ours over our own plain, and peers' times over ours."""
+    rows: dict[str, dict[str, dict]] = {}
+    for row in json.loads(variants_record().read_text())["rows"]:
+        rows.setdefault(row["case"].split("/")[0], {})[row["contender"]] = row
+    ours = [name for name in ("backlight", "backlight:triton") if any(name in found for found in rows.values())]
+    peers = ("fa3", "sdpa-flash", "flex")
+    heads = [
+        "forward + backward, bf16",
+        "ms",
+        "over plain",
+        *(f"{name} over plain" for name in ours[1:]),
+        *(f"{name} takes" for name in peers),
+    ]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for case, found in rows.items():
+        if "times" not in found["backlight"]:
+            continue
+        mine = found["backlight"]["times"]["both"]["median_ms"]
+        cells = [f"{found[name]['over_plain']['both']:.2f}" if "over_plain" in found.get(name, {}) else "" for name in ours]
+        slower = [
+            f"{found[p]['times']['both']['median_ms'] / mine:.2f}x" if "times" in found.get(p, {}) else "-" for p in peers
+        ]
+        lines.append(f"| {case} | {mine:.2f} | {' | '.join(cells + slower)} |")
+    return "\n".join(lines)
+
+
 def training_table() -> str:
     """Tokens per second of a whole training step, from the newest record of benchmarks/train_step.py."""
     record = json.loads(sorted(RESULTS.glob("train-step-*.json"))[-1].read_text())
@@ -115,4 +146,4 @@ def overhead_table() -> str:
 
 
 if __name__ == "__main__":
-    print(table(), terms_table(), training_table(), overhead_table(), wide_range(), sep="\n\n")
+    print(table(), terms_table(), variants_table(), training_table(), overhead_table(), wide_range(), sep="\n\n")
