@@ -35,35 +35,36 @@ from backlight.call import Call
 from backlight.config import override
 from backlight.spec import LN2, AttentionSpec
 
-# block_m, block_n, warps, stages, TMA; a list of its own for a variant that behaves otherwise
+# block_m, block_n, warps, stages, TMA, direct; a list of its own for a variant that behaves otherwise
 CANDIDATES = {
-    "forward/64": "64,64,4,3,0 64,64,4,3,1 128,64,4,3,1 64,128,4,3,1",
-    "forward/64/full": "128,64,8,3,0 64,64,4,3,0 128,64,4,3,1",
-    "forward/128": "64,64,4,3,1 128,64,8,3,0 64,64,4,3,0",
+    "forward/64": "64,128,4,3,1 64,64,4,3,1",
+    "forward/64/full": "64,128,4,3,1 128,64,8,3,0",
+    "forward/64/softcap": "64,64,4,3,1 64,128,4,3,1 64,64,4,2,1",
+    "forward/64/window": "64,64,4,2,1 64,64,4,3,1",
+    "forward/128": "64,64,4,3,1 64,64,4,2,1",
     "forward/256": "128,64,8,2,1 128,64,8,2,0",
-    "lse/64": "64,64,4,3,1 128,64,4,3,1 64,128,4,3,1",
-    "lse/128": "64,64,4,3,1 128,64,4,3,1 128,128,8,2,1",
+    "lse/64": "64,64,4,3,1 64,64,4,2,1 64,128,4,3,1",
+    "lse/128": "64,128,4,3,1 64,64,4,3,1",
     "lse/256": "128,64,8,2,1 64,64,4,2,1",
-    "elastic/64": "64,64,4,3,1 64,64,4,3,0 128,64,8,3,1",
-    "elastic/128": "64,64,4,3,1 128,64,8,3,1 128,64,8,3,0",
+    "elastic/64": "64,64,4,3,1 64,64,4,2,1",
+    "elastic/128": "64,64,4,3,1 64,64,4,2,1",
     "elastic/256": "64,64,8,2,0 64,64,8,2,1",
-    "dq/64": "64,64,4,3,1 128,64,4,3,1 128,64,8,3,1 64,128,4,3,1",
-    "dq/128": "128,64,8,3,1 128,64,8,3,0 64,64,4,2,1 128,128,8,2,1",
-    "dq/256": "128,64,8,1,1 128,32,8,2,1 128,32,8,2,0",
-    "dkdv/64": "128,64,4,2,1 64,64,4,3,1 64,64,4,2,1",
-    "dkdv/128": "64,128,8,3,1 32,64,4,3,1 64,128,8,3,0",
-    "dk/256": "64,128,8,1,1 32,128,8,2,1 32,128,8,2,0 64,64,8,2,1",
-    "dv/256": "64,128,8,2,1 64,128,8,2,0 32,128,8,3,1",
-    "dq/64/softcap": "64,64,4,3,1",
-    "dq/128/softcap": "128,64,8,3,0 128,64,8,3,1",
-    "dkdv/64/softcap": "128,64,4,2,1 64,64,4,3,1 64,64,4,3,0",
-    "dkdv/128/softcap": "32,64,4,3,1 64,128,8,3,1",
-    "dbias/64": "64,64,4,3,0 64,64,4,2,1 64,128,4,2,1",
-    "dbias/128": "64,64,4,3,1 64,128,8,2,0 64,128,8,2,1",
+    "dq/64": "64,128,4,3,1 64,64,4,3,1",
+    "dq/64/window": "64,64,4,2,1 64,64,4,3,1",
+    "dq/128": "128,64,8,3,1 64,64,4,2,1",
+    "dq/256": "128,64,8,1,1 128,32,8,2,1",
+    "dkdv/64": "128,64,4,2,1 64,64,4,3,1,1",
+    "dkdv/64/lazy": "64,64,4,3,1,1 64,64,4,2,1,1",
+    "dkdv/64/softcap": "32,64,4,3,1,1 64,64,4,3,1,1",
+    "dkdv/128": "64,128,8,3,1,1 32,64,4,3,1,1",
+    "dk/256": "32,128,8,2,0 32,128,8,2,1 32,128,8,2,1,1",
+    "dv/256": "64,128,8,2,1 64,128,8,2,1,1",
+    "dbias/64": "64,64,4,2,1 64,64,4,3,0",
+    "dbias/128": "64,64,4,3,1 64,64,8,3,1 64,64,4,1,1 64,64,8,1,1",
     "dbias/256": "64,64,8,1,0 64,64,8,1,1",
 }
 LATE = "out of time"
-TURNS = 4
+TURNS = 3
 VARIANTS = {
     "full": {},
     "causal": {"causal": True},
@@ -74,7 +75,12 @@ VARIANTS = {
 }
 
 
-def make(d: int, variant: str, s: int = 4096, tokens: int = 32768, width: int = 2048) -> tuple[Call, RowState]:
+def length_of(variant: str) -> int:
+    return 16384 if variant == "window" else 8192
+
+
+def make(d: int, variant: str, s: int, tokens: int = 32768, width: int = 2048, empty: bool = False) -> tuple[Call, RowState]:
+    """A call and what its backward knows per row; empty: of the right shapes only."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -87,6 +93,8 @@ def make(d: int, variant: str, s: int = 4096, tokens: int = 32768, width: int = 
     bias = torch.randn(heads, 512, device="cuda") if spec.bias else None
     tau = torch.full((heads,), -1.0, device="cuda") if spec.tau else None
     call = Call(spec, q, k, v, bias=bias, tau=tau)
+    if empty:
+        return call, RowState(dy, *torch.zeros(3, *shape[:3], device="cuda"))
     y, lse, u = forward(call, save_u=True)
     return call, prepare_rows(Launch(call), y, lse, u, dy, None, {})
 
@@ -98,7 +106,7 @@ def run(kernel: str, call: Call, rows: RowState) -> tuple[torch.Tensor, ...]:
         return (lse if kernel == "lse" else y,)
     if kernel == "elastic":
         y, u = torch.empty_like(call.q), torch.empty_like(call.q)
-        elastic_of(Launch(call), rows.lse2[..., : call.q.shape[2]].contiguous() * LN2, y, u)
+        elastic_of(Launch(call), rows.minus_lse2[..., : call.q.shape[2]].contiguous() * -LN2, y, u)
         return y, u
     if kernel == "dq":
         return (dq_of(Launch(call), rows),)
@@ -131,7 +139,7 @@ def compile_one(job: tuple[int, str, str, str, float]) -> str:
     if time.time() > deadline:
         return LATE
     try:
-        call, rows = make(d, variant, s=512, tokens=512)
+        call, rows = make(d, variant, s=512, tokens=512, empty=True)
         with override(f"triton.{kernel}", parse(text)):
             run(kernel, call, rows)
         torch.cuda.synchronize()
@@ -163,7 +171,7 @@ def time_rivals(call: Call, rows: RowState, kernel: str, rivals: list[tuple[str,
                     if not worst <= 2e-2:
                         row["reason"] = f"differs from the first candidate by {worst:.1e}"
                         continue
-                ms = do_bench(lambda: run(kernel, call, rows), warmup=5, rep=15, return_mode="median")
+                ms = do_bench(lambda: run(kernel, call, rows), warmup=3, rep=12, return_mode="median")
                 rounds.setdefault(row["config"], []).append(ms)
     for row in found:
         if not row["reason"]:
@@ -187,7 +195,7 @@ def write(path: Path, rows: list[dict]) -> None:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "date": datetime.date.today().isoformat(),
-        "shape": "B*S = 32768, H*D = 2048, S = 4096 (window: 16384), bf16",
+        "shape": "B*S = 32768, H*D = 2048, bf16; S is in the rows, 4096 where it is not",
         "best": {key: [int(x) for x in row["config"].split(",")] for key, row in best.items()},
         "rows": rows,
     }
@@ -201,6 +209,32 @@ def write(path: Path, rows: list[dict]) -> None:
     path.write_text(json.dumps(record, indent=1))
 
 
+def jobs_at(places: str) -> list[tuple[int, str, str, str]]:
+    return [
+        job
+        for d, variant in itertools.product((64, 128, 256), VARIANTS)
+        # wide heads behave like causal with these
+        if d <= 128 or variant not in ("softcap", "window")
+        for job in jobs_of(d, variant, places)
+    ]
+
+
+def time_all(jobs: list[tuple[int, str, str, str]], reasons: list[str], deadline: float) -> list[dict]:
+    """Rows of all jobs; reasons: why one did not compile, else empty."""
+    found: list[dict] = []
+    for (d, variant), group in itertools.groupby(zip(jobs, reasons, strict=True), key=lambda item: item[0][:2]):
+        s = length_of(variant)
+        call, rows = make(d, variant, s)
+        for kernel, rivals in itertools.groupby(group, key=lambda item: item[0][2]):
+            here = time_rivals(call, rows, kernel, [(job[3], reason) for job, reason in rivals], deadline)
+            found += [{"d": d, "variant": variant, "s": s} | row for row in here]
+            timed = sorted((row for row in here if row["ms"]), key=lambda row: row["ms"])
+            shown = "  ".join(f"{row['config']} {row['ms']:.3f}" for row in timed)
+            sys.stdout.write(f"D{d} {variant:7} {kernel:8} {shown}\n")
+            sys.stdout.flush()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -209,30 +243,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=14)
     args = parser.parse_args()
     begin = time.time()
-    deadline = begin + args.seconds
-    jobs = [
-        job
-        for d, variant in itertools.product((64, 128, 256), VARIANTS)
-        # wide heads behave like causal with these
-        if d <= 128 or variant not in ("softcap", "window")
-        for job in jobs_of(d, variant, args.places)
-    ]
+    jobs = jobs_at(args.places)
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
         # half of the time is for timing what compiled
         reasons = pool.map(compile_one, [(*job, begin + args.seconds / 2) for job in jobs], chunksize=1)
     sys.stdout.write(f"compiled {len(jobs) - reasons.count(LATE)} of {len(jobs)} in {time.time() - begin:.0f} s\n")
     path = args.out / torch.cuda.get_device_name().replace(" ", "-").lower() / "triton.json"
-    found: list[dict] = []
-    for (d, variant), group in itertools.groupby(zip(jobs, reasons, strict=True), key=lambda item: item[0][:2]):
-        call, rows = make(d, variant, s=16384 if variant == "window" else 4096)
-        for kernel, rivals in itertools.groupby(group, key=lambda item: item[0][2]):
-            here = time_rivals(call, rows, kernel, [(job[3], reason) for job, reason in rivals], deadline)
-            found += [{"d": d, "variant": variant} | row for row in here]
-            timed = sorted((row for row in here if row["ms"]), key=lambda row: row["ms"])
-            shown = "  ".join(f"{row['config']} {row['ms']:.3f}" for row in timed)
-            sys.stdout.write(f"D{d} {variant:7} {kernel:8} {shown}\n")
-            sys.stdout.flush()
-    write(path, found)
+    write(path, time_all(jobs, reasons, begin + args.seconds))
     sys.stdout.write(f"{time.time() - begin:.0f} s\n")
 
 

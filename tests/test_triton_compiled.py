@@ -49,8 +49,8 @@ def launches_of(call: Call) -> list[Launched]:
 @pytest.fixture
 def nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors stand in for those of a Hopper card."""
-    variant = host.Launch.variant.fget  # type: ignore[attr-defined]
-    monkeypatch.setattr(host.Launch, "variant", property(lambda self: variant(self)._replace(NVIDIA=True)))
+    monkeypatch.setattr(host.Launch, "nvidia", True)
+    monkeypatch.setattr(host, "hopper", lambda tensor: True)
     monkeypatch.setattr(host, "describable", lambda tensor: True)
 
 
@@ -64,6 +64,12 @@ def test_compiles_elsewhere(target: GPUTarget, spec: dict[str, object]) -> None:
         assert done.asm["cubin" if target.backend == "cuda" else "hsaco"]
     with_bias = {"_table_kernel", "_dbias_kernel"} if "bias" in spec else set()
     assert names == {"_fwd_kernel", "_delta_kernel", "_dq_kernel", "_dkdv_kernel"} | with_bias
+
+
+def test_what_is_written_in_ptx_compiles_for_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host.Launch, "nvidia", True)
+    for launched in launches_of(call_of(**EVERYTHING)):
+        assert launched.compile(SM80).asm["cubin"]
 
 
 @pytest.mark.usefixtures("nvidia")
@@ -106,12 +112,33 @@ def test_a_term_that_is_absent_leaves_no_trace() -> None:
     assert "exp2" not in plain["_delta_kernel"].compile(SM90).asm["ttgir"]
 
 
+# matrix products of a tile, each of which is d / 16 instructions
+PRODUCTS = {"_fwd_kernel": 2, "_elastic_kernel": 3, "_dq_kernel": 3, "_dkdv_kernel": 4, "_dbias_kernel": 2}
+
+
+@pytest.mark.usefixtures("nvidia")
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_kernel_is_one_loop_over_tiles(direct: bool) -> None:
+    """Edges and the table are branches inside it: a loop for each kind of tile would fill its pipeline again and again."""
+    call = call_of(causal=True, window=(100, None), bias=True, tau=True)
+    with ExitStack() as forced:
+        for kernel in kernels_of(call):
+            forced.enter_context(override(f"triton.{kernel}", KernelConfig(64, 64, 4, 2, tma=True, direct=direct)))
+        for launched in launches_of(call):
+            name = launched.kernel.fn.__name__
+            if name in PRODUCTS:
+                expected = PRODUCTS[name] - launched.options.get("LSE_ONLY", False)
+                assert launched.compile(SM90).asm["ptx"].count("wgmma.mma_async") == expected * 64 // 16, name
+
+
 @pytest.mark.usefixtures("nvidia")
 def test_bias_is_read_in_pairs_where_it_is_used() -> None:
-    """A pair per load, in the matmul's own layout: a table that went through shared memory would cost more than the product."""
+    """A pair per load, in the matmul's own layout, and once for all elements on its diagonal that a thread holds: a table that
+    went through shared memory would cost more than the product."""
     launches = launches_of(call_of(causal=True, bias=True))
     for launched in launches:
         if launched.kernel.fn.__name__ in ("_dq_kernel", "_dkdv_kernel"):
             done = launched.compile(SM90)
-            assert "ld.global.nc.v2.f32" in done.asm["ptx"]
+            across = launched.options["BN" if launched.kernel.fn.__name__ == "_dq_kernel" else "BM"]
+            assert done.asm["ptx"].count("ld.global.nc.v2.f32") == across // 8 + 1
             assert not re.search(r"convert_layout.*f32.*->.*f32", done.asm["ttgir"])

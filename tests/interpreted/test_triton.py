@@ -91,10 +91,25 @@ EDGES = (
 
 @pytest.mark.parametrize("case", EDGES, ids=case_id)
 def test_window_wider_than_tiles(case: Case) -> None:
-    """Each tile is tested against one edge of such a window only."""
+    """Tiles between the edges, tiles cut by one, and none cut by both."""
     config = KernelConfig(64, 64, num_warps=4, num_stages=1)
     with override("triton.forward", config), override("triton.dq", config), override("triton.dkdv", config):
         verdict = verdict_of(case, torch.float32)
+    assert verdict.ok, f"{case.name}\n{verdict}"
+
+
+LONE = (
+    Case("one key,tau minus one", b=1, hq=2, hkv=2, sq=100, sk=1, d=8, tau=(-1.0, -0.999999), dlse=True),
+    Case("one key,causal,tau minus one", b=1, hq=2, hkv=2, sq=65, sk=1, d=8, causal=True, tau=(-1.0, -0.999999), dlse=True),
+    Case("one key each,tau minus one", b=1, hq=1, hkv=1, sq=65, sk=65, d=8, window=(0, None), tau=(-1.0,), scale=0.37),
+)
+
+
+@pytest.mark.parametrize("case", LONE, ids=case_id)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_key_seen_alone_weighs_one(case: Case, dtype: torch.dtype) -> None:
+    """p + tau / n is 0 then, not a rounding error that survives: also in tiles of rows that no mask cuts."""
+    verdict = verdict_of(case, dtype)
     assert verdict.ok, f"{case.name}\n{verdict}"
 
 

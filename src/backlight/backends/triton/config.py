@@ -30,6 +30,8 @@ class KernelConfig:
     num_stages: int
     # main loops read through TMA where card and strides allow it
     tma: bool = False
+    # the dk/dv kernel reads lse and delta where it uses them, not ahead through shared memory
+    direct: bool = False
 
     def __post_init__(self) -> None:
         if self.block_m + self.block_n > WIDEST_TILES:

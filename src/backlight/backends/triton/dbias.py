@@ -13,15 +13,17 @@ from torch import Tensor
 from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.primitives import (
-    at,
+    Segment,
     bias_tile,
+    capped_product,
     head_table,
     load_vector,
+    nth_segment,
     row_state,
     stream_tile,
+    surviving,
     table_entry,
     tile_gradient,
-    visible,
     visible_count,
 )
 
@@ -31,7 +33,7 @@ PROGRAMS = 1024
 
 @triton.jit(do_not_specialize=["splits", "pitch16", "sq", "sk", "n_segments"])
 def _dbias_kernel(
-    q_rows, k_rows, v_rows, do_rows, q_desc, k_desc, v_desc, do_desc, lse2_ptr, delta_ptr, share_ptr, table_ptr, tau_ptr,
+    q_rows, k_rows, v_rows, do_rows, q_desc, k_desc, v_desc, do_desc, minus_lse2_ptr, delta_ptr, share_ptr, table_ptr,
     partial_ptr, splits, pitch16, packing, geometry, sq, sk, n_segments,
     V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -53,69 +55,49 @@ def _dbias_kernel(
     if V.RIGHT:
         bias = tl.where(-distance <= geometry.right, bias, float("-inf"))
         cut = cut | (BN - 1 - column + geometry.bias_origin > geometry.right)
-    threshold = 0.0
-    if V.TAU:
-        threshold = tl.where(tl.load(tau_ptr + h).to(tl.float32) >= 0, float("-inf"), 0.0)
+    bias *= geometry.unit
     total = tl.zeros([BM, BN], tl.float32)
     segments = 1
     if V.VARLEN:
         segments = n_segments
     for z in range(segments):
-        q_start = 0
-        k_start = 0
+        segment = Segment(0, 0, sq, sk)
         if V.VARLEN:
-            q_start = tl.load(packing.cu_q + z)
-            k_start = tl.load(packing.cu_k + z)
-            sq = tl.load(packing.cu_q + z + 1) - q_start
-            sk = tl.load(packing.cu_k + z + 1) - k_start
+            segment = nth_segment(z, packing)
         # row i0 meets key i0 + ahead at this offset
-        ahead = sk - sq + geometry.bias_origin - column
+        ahead = segment.sk - segment.sq + geometry.bias_origin - column
         first_tile = tl.maximum(1 - BN - ahead, 0) // BM
-        last_tile = tl.cdiv(tl.maximum(tl.minimum(sq, sk - ahead), 0), BM)
-        q_ptr = at(q_rows, b, h, q_start)
-        do_ptr = at(do_rows, b, h, q_start)
-        k_ptr = at(k_rows, b, g, k_start)
-        v_ptr = at(v_rows, b, g, k_start)
-        row_offset = row_state(b, h, q_start, pitch16, geometry)
-        # tiles of existing rows and keys only, at an offset that no mask cuts
-        full_first = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(-ahead, 0), BM), first_tile), last_tile)
-        full_last = tl.minimum(sq // BM, tl.maximum(sk - ahead - BN + BM, 0) // BM)
-        full_last = tl.maximum(tl.where(cut, 0, tl.minimum(full_last, last_tile)), full_first)
-        for PHASE in tl.static_range(3):
-            if PHASE == 0:
-                start, stop = first_tile, full_first
-            elif PHASE == 1:
-                start, stop = full_first, full_last
-            else:
-                start, stop = full_last, last_tile
-            # this split's tiles are first_tile + split, and every splits-th after it
-            start = first_tile + split + tl.cdiv(tl.maximum(start - first_tile - split, 0), splits) * splits
-            if start < stop:
-                for tile in range(start, stop, splits):
-                    MASK: tl.constexpr = PHASE != 1
-                    EDGE: tl.constexpr = MASK and V.VARLEN
-                    i0 = tl.multiple_of(tile * BM, BM)
-                    j0 = i0 + ahead
-                    keys = j0 + key_lanes
-                    q = stream_tile(q_rows, q_desc, q_ptr, b, h, i0, sq, BM, V.D, V.BD, MASK, TMA)
-                    k = stream_tile(k_rows, k_desc, k_ptr, b, g, j0, sk, BN, V.D, V.BD, MASK, TMA)
-                    do = stream_tile(do_rows, do_desc, do_ptr, b, h, i0, sq, BM, V.DV, V.BDV, MASK, TMA)
-                    v = stream_tile(v_rows, v_desc, v_ptr, b, g, j0, sk, BN, V.DV, V.BDV, MASK, TMA)
-                    lse2 = load_vector(lse2_ptr + row_offset, i0, sq, float("inf"), BM, EDGE)[:, None]
-                    delta = load_vector(delta_ptr + row_offset, i0, sq, 0.0, BM, EDGE)[:, None]
-                    t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
-                    dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
-                    share = 0.0
-                    seen = ((keys >= 0) & (keys < sk))[None, :]
-                    alone = seen
-                    if V.TAU:
-                        share = load_vector(share_ptr + row_offset, i0, sq, 0.0, BM, EDGE)[:, None]
-                        if MASK:
-                            position = (i0 + sk - sq + row_lanes)[:, None]
-                            seen = seen & visible(position, keys[None, :], sk, geometry, V)
-                            alone = visible_count(position, q_start, sq, sk, packing, geometry, V) == 1
-                    _, ds, _ = tile_gradient(t, dp, lse2, delta, bias, share, threshold, alone, seen, geometry, V, MASK, True)
-                    total += ds
+        last_tile = tl.cdiv(tl.maximum(tl.minimum(segment.sq, segment.sk - ahead), 0), BM)
+        row_offset = row_state(b, h, segment.q_start, pitch16, geometry)
+        # this split's tiles are first_tile + split, and every splits-th after it
+        if first_tile + split < last_tile:
+            for tile in range(first_tile + split, last_tile, splits):
+                i0 = tl.multiple_of(tile * BM, BM)
+                j0 = i0 + ahead
+                keys = (j0 + key_lanes)[None, :]
+                q = stream_tile(q_rows, q_desc, b, h, segment.q_start, i0, segment.sq, BM, V.D, V.BD, TMA)
+                k = stream_tile(k_rows, k_desc, b, g, segment.k_start, j0, segment.sk, BN, V.D, V.BD, TMA)
+                do = stream_tile(do_rows, do_desc, b, h, segment.q_start, i0, segment.sq, BM, V.DV, V.BDV, TMA)
+                v = stream_tile(v_rows, v_desc, b, g, segment.k_start, j0, segment.sk, BN, V.DV, V.BDV, TMA)
+                minus_lse2 = load_vector(minus_lse2_ptr + row_offset, i0, segment.sq, float("-inf"), BM, V.VARLEN)[:, None]
+                delta = load_vector(delta_ptr + row_offset, i0, segment.sq, 0.0, BM, V.VARLEN)[:, None]
+                t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
+                dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
+                capped = capped_product(t, geometry, V)
+                p = tl.exp2(capped * geometry.unit + (bias + minus_lse2))
+                # masks are in the bias: what is left are keys that do not exist
+                if (j0 < 0) | (j0 + BN > segment.sk):
+                    p = tl.where((keys >= 0) & (keys < segment.sk), p, 0.0)
+                share = minus_lse2
+                if V.TAU:
+                    share = load_vector(share_ptr + row_offset, i0, segment.sq, 0.0, BM, V.VARLEN)[:, None]
+                    if not V.SINK:
+                        position = (i0 + segment.sk - segment.sq + row_lanes)[:, None]
+                        if cut | (segment.sk == 1):
+                            alone = visible_count(position, segment, packing, geometry, V) == 1
+                            p = tl.where(alone & (p > 0), 1.0, p)
+                ds, _ = tile_gradient(p, surviving(p, share, V), dp, delta, capped, V)
+                total += ds
     # cell (i, j) lies on diagonal x = turn_i + j, whose column is `column + BM - 1 - x`; rotated, x mod BN is its lane
     turn = (BM - 1 - row_lanes)[:, None]
     rotated = tl.gather(total, (key_lanes[None, :] - turn + BN) % BN, 1)
@@ -152,11 +134,10 @@ def dbias_of(launch: Launch, rows: RowState) -> Tensor:
         k_desc,
         v_desc,
         do_desc,
-        rows.lse2,
+        rows.minus_lse2,
         rows.delta,
         rows.share,
         launch.table,
-        launch.tau,
         partial,
         splits,
         rows.pitch16,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from backlight.backends.triton.launch import Launch, rows_of, unit_stride
-from backlight.backends.triton.primitives import LOG2E, at, load_tile, locate, row_state, store_tile, visible_count
+from backlight.backends.triton.primitives import LOG2E, at, load_tile, row_state, segment_of, store_tile, visible_count
 
 # no row tile of any kernel is higher
 BLOCK = 128
@@ -17,64 +17,55 @@ BLOCK = 128
 class RowState(NamedTuple):
     """What the tile kernels read per row: the gradient at o, and fp32 [B,Hq,pitch].
 
-    The pitch is a multiple of every row tile. Rows beyond Sq have lse2 +inf, delta 0 and share 0: they weigh nothing and a tile
+    The pitch is a multiple of every row tile. Rows beyond Sq have -inf, delta 0 and share 0: they weigh nothing and a tile
     at the end needs no mask. Packed sequences have no such room between them.
     """
 
     do: Tensor
-    lse2: Tensor
+    minus_lse2: Tensor
     delta: Tensor
     share: Tensor
 
     @property
     def pitch16(self) -> int:
-        return self.lse2.shape[-1] // 16
+        return self.minus_lse2.shape[-1] // 16
 
 
 @triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
 def _delta_kernel(
-    y_rows, dy_rows, u_rows, gate_rows, do_rows, dgate_rows, lse_ptr, dlse_ptr, tau_ptr, lse2_ptr, delta_ptr,
+    y_rows, dy_rows, u_rows, gate_rows, do_rows, dgate_rows, lse_ptr, dlse_ptr, tau_ptr, minus_lse2_ptr, delta_ptr,
     share_ptr, mean_ptr, pitch16, packing, geometry, sq, sk, n_segments,
     V: tl.constexpr, HAS_DLSE: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """do and dgate (eq. 18), delta - dlse (eq. 20, 27, 28), with tau the mean surviving gradient g / n (eq. 24) and tau / n.
 
-    lse2 is the base-2 lse, +inf where a row sees nothing, so that its p is 0 (eq. 33).
+    minus_lse2 is the base-2 lse, negated; -inf where a row sees nothing, so that its p is 0 (eq. 33).
     """
-    tile = tl.program_id(0)
     b = tl.program_id(1) // geometry.heads
     h = tl.program_id(1) % geometry.heads
-    rows_total = sq
-    q_start = 0
-    if V.VARLEN:
-        z, tile = locate(tile, packing.cu_tiles, n_segments)
-        if z >= n_segments:
-            return
-        q_start = tl.load(packing.cu_q + z)
-        sq = tl.load(packing.cu_q + z + 1) - q_start
-        sk = tl.load(packing.cu_k + z + 1) - tl.load(packing.cu_k + z)
+    segment, tile = segment_of(tl.program_id(0), packing, sq, sk, n_segments, V)
     i0 = tile * BM
-    n_rows = sq - i0
-    row = q_start + i0
+    n_rows = segment.sq - i0
+    row = segment.q_start + i0
     lanes = tl.arange(0, BM)
     exists = lanes < n_rows
     in_buffer = exists
     if not V.VARLEN:
         in_buffer = lanes >= 0
-    y = load_tile(at(y_rows, b, h, row), y_rows.row, 0, n_rows, BM, V.DV, V.BDV, True).to(tl.float32)
-    do = load_tile(at(dy_rows, b, h, row), dy_rows.row, 0, n_rows, BM, V.DV, V.BDV, True).to(tl.float32)
+    y = load_tile(at(y_rows, b, h, row), y_rows.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
+    do = load_tile(at(dy_rows, b, h, row), dy_rows.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
     delta = tl.sum(do * y, 1)
     if V.GATE:
-        weight = load_tile(at(gate_rows, b, h, row), gate_rows.row, 0, n_rows, BM, V.DV, V.BDV, True)
+        weight = load_tile(at(gate_rows, b, h, row), gate_rows.row, 0, n_rows, BM, V.DV, V.BDV)
         weight = tl.sigmoid(weight.to(tl.float32))
         store_tile(at(dgate_rows, b, h, row), dgate_rows.row, n_rows, do * y * (1 - weight), BM, V.DV, V.BDV)
         do = do * weight
         store_tile(at(do_rows, b, h, row), do_rows.row, n_rows, do, BM, V.DV, V.BDV)
-    given = tl.cast(b * geometry.heads + h, tl.int64) * rows_total + row
+    given = tl.cast(b * geometry.heads + h, tl.int64) * sq + row
     offset = row_state(b, h, row, pitch16, geometry)
     if V.TAU:
-        u = load_tile(at(u_rows, b, h, row), u_rows.row, 0, n_rows, BM, V.DV, V.BDV, True).to(tl.float32)
-        n = tl.maximum(visible_count(i0 + lanes + sk - sq, q_start, sq, sk, packing, geometry, V), 1)
+        u = load_tile(at(u_rows, b, h, row), u_rows.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
+        n = tl.maximum(visible_count(i0 + lanes + segment.sk - segment.sq, segment, packing, geometry, V), 1)
         mean = tl.sum(do * u, 1)
         tau = tl.load(tau_ptr + h).to(tl.float32)
         delta -= tau * mean
@@ -86,8 +77,8 @@ def _delta_kernel(
         dlse = tl.load(dlse_ptr + given + lanes, mask=exists, other=0.0).to(tl.float32)
         delta -= tl.where(sees_nothing, 0.0, dlse)
     tl.store(delta_ptr + offset + lanes, tl.where(exists, delta, 0.0), mask=in_buffer)
-    lse2 = tl.where(exists & (lse != float("-inf")), lse * LOG2E, float("inf"))
-    tl.store(lse2_ptr + offset + lanes, lse2, mask=in_buffer)
+    minus_lse2 = tl.where(exists & (lse != float("-inf")), -lse * LOG2E, float("-inf"))
+    tl.store(minus_lse2_ptr + offset + lanes, minus_lse2, mask=in_buffer)
 
 
 def prepare_rows(
@@ -113,7 +104,7 @@ def prepare_rows(
             lse,
             lse if dlse is None else dlse.contiguous(),
             launch.tau,
-            rows.lse2,
+            rows.minus_lse2,
             rows.delta,
             rows.share,
             mean,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight.backends.triton.config import WIDEST_TILES, KernelConfig, config_of, padded
+from backlight.backends.triton.config import KernelConfig, config_of, padded
 from backlight.backends.triton.primitives import Geometry, Packing, Rows, Variant
 from backlight.backends.triton.table import table_of
 from backlight.call import Call, Part
@@ -26,10 +26,15 @@ def rows_of(tensor: Tensor) -> Rows:
     return Rows(tensor, *tensor.stride()[:3])
 
 
+def hopper(tensor: Tensor) -> bool:
+    """Hopper or later."""
+    return tensor.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(tensor.device)[0] >= 9
+
+
 def describable(tensor: Tensor) -> bool:
-    """TMA: Hopper or later, 16-byte aligned base and strides, no stride of 0."""
+    """TMA: 16-byte aligned base and strides, no stride of 0."""
     aligned = tensor.data_ptr() % 16 == 0 and all(s > 0 and s * tensor.element_size() % 16 == 0 for s in tensor.stride()[:3])
-    return tensor.is_cuda and aligned and torch.cuda.get_device_capability(tensor.device)[0] >= 9
+    return aligned and hopper(tensor)
 
 
 class Launch:
@@ -47,6 +52,10 @@ class Launch:
     def elastic_part(self) -> Part | None:
         part = self.call.part
         return None if part is None or part.lse is None else part
+
+    @property
+    def nvidia(self) -> bool:
+        return self.call.q.is_cuda and torch.version.hip is None
 
     @cached_property
     def table(self) -> Tensor:
@@ -96,7 +105,6 @@ class Launch:
             LEFT=spec.left is not None,
             RIGHT=spec.right is not None,
             CAUSAL=spec.right == 0,
-            WIDE=spec.left is not None and spec.right is not None and spec.left >= WIDEST_TILES,
             SOFTCAP=spec.softcap is not None,
             BIAS=spec.bias,
             SINK=spec.sink,
@@ -106,7 +114,8 @@ class Launch:
             PART=self.elastic_part is not None,
             LINEAR=spec.softcap is None and self.logit_units[0] == 1.0,
             FP32=call.q.dtype == torch.float32,
-            NVIDIA=call.q.is_cuda and torch.version.hip is None,
+            NVIDIA=self.nvidia,
+            PAIRED=call.q.dtype == torch.bfloat16 and hopper(call.q),
             PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
         )
 

@@ -4,6 +4,7 @@ Written once, used by both directions. Elementwise functions take `position` (i'
 [rows, keys] tiles in the forward, dq and dbias kernels and [keys, rows] tiles in the dk/dv kernel. Logits are in base 2.
 """
 
+import struct
 from typing import Any, NamedTuple
 
 import triton
@@ -12,8 +13,6 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
-# a range of tiles is visited in five phases: masked, plain, plain within the bias table, plain, masked
-PHASES = tl.constexpr(5)
 # zeros on both sides of the expanded bias table: more than twice what the tiles of any kernel span
 TABLE_PAD = tl.constexpr(512)
 
@@ -41,6 +40,42 @@ class Geometry(NamedTuple):
     unit: Any
 
 
+class Span(NamedTuple):
+    """Tiles of one dimension, by where they begin: visited from start to stop. Those below `low` or above `high` are cut by the
+    edge on that side; those between the bands meet the bias table (eq. 30)."""
+
+    start: Any
+    stop: Any
+    low: Any
+    high: Any
+    band_low: Any
+    band_high: Any
+
+
+class Segment(NamedTuple):
+    """The sequence a program works on: where it begins in packed tensors, and its lengths."""
+
+    q_start: Any
+    k_start: Any
+    sq: Any
+    sk: Any
+
+
+class Block(NamedTuple):
+    """What a program owns that owns rows: batch, query head and its key head, its first row in the tensor, how many rows of
+    the segment there are from it on, and their positions (i' of eq. 1)."""
+
+    segment: Any
+    b: Any
+    h: Any
+    g: Any
+    row: Any
+    n_rows: Any
+    first_position: Any
+    last_position: Any
+    position: Any
+
+
 class Packing(NamedTuple):
     """Packed sequences: borders of the segments, and the first tile of each. n: visible keys per row, read by parts only."""
 
@@ -61,8 +96,6 @@ class Variant(NamedTuple):
     RIGHT: bool
     # right == 0
     CAUSAL: bool
-    # the left edge lies further back than a tile reaches, so that no tile meets both edges
-    WIDE: bool
     SOFTCAP: bool
     BIAS: bool
     SINK: bool
@@ -75,130 +108,121 @@ class Variant(NamedTuple):
     LINEAR: bool
     FP32: bool
     NVIDIA: bool
+    # bf16 compared in pairs: Hopper or later
+    PAIRED: bool
     PRECISION: str
 
 
-def _tanh_ptx(pack: int) -> str:
-    """PTX for `pack` elements: outputs hold t at first; then c0 .. c3 of the polynomial and factor, each `pack` times."""
-    c0, c1, c2, c3, factor = (f"${k * pack}" for k in range(2, 7))
-    lines = [".reg .pred large;", ".reg .f32 x, y;", "abs.f32 x, $0;"]
-    for i in range(1, pack):
-        lines += [f"abs.f32 y, ${i};", "max.f32 x, x, y;"]
-    lines += [f"mul.f32 x, x, {factor};", "abs.f32 x, x;", "setp.gt.f32 large, x, 0f3F000000;"]
-    # warps whose elements are all small, the common case, go one way
-    lines += ["vote.sync.any.pred large, large, 0xffffffff;", "@large bra.uni LARGE;"]
-    for i in range(pack):
-        lines += [f"mul.f32 x, ${i}, ${i};", f"fma.rn.f32 y, x, {c3}, {c2};", f"fma.rn.f32 y, x, y, {c1};"]
-        lines += [f"fma.rn.f32 y, x, y, {c0};", f"mul.f32 ${i}, ${i}, y;"]
-    lines += ["bra.uni DONE;", "LARGE:", f"mul.f32 y, {factor}, 0f4038AA3B;"]
-    for i in range(pack):
-        lines += [f"mul.f32 x, ${i}, y;", "ex2.approx.ftz.f32 x, x;", "add.f32 x, x, 0f3F800000;", "rcp.approx.ftz.f32 x, x;"]
+# tanh(x) = x P(x^2) up to a largest |x|, absolute error below 2e-7 (minimax): lowest coefficient first
+NEAR, NEAR_0, NEAR_1, NEAR_2 = map(tl.constexpr, (0.3, 0.9999960064888, -0.33297479152679443, 0.12522590160369873))
+
+
+def _far_tanh_ptx(n: int) -> str:
+    """tanh(t * factor) = 1 - 2 / (1 + e^2x) for n elements of a thread, unless all those of its warp are near 0.
+
+    Outputs hold what the polynomial made of t; then come t and factor, each n times.
+    """
+    ts, factor = [f"${2 * n + i}" for i in range(n)], f"${3 * n}"
+    # four maxima side by side: one would wait for itself n times
+    lines = [".reg .pred far;", ".reg .f32 most<4>, x, y;", *(f"abs.f32 most{i}, {ts[i]};" for i in range(4))]
+    for i, t in enumerate(ts[4:]):
+        lines += [f"abs.f32 x, {t};", f"max.f32 most{i % 4}, most{i % 4}, x;"]
+    lines += ["max.f32 most0, most0, most1;", "max.f32 most2, most2, most3;", "max.f32 most0, most0, most2;"]
+    lines += [f"mul.f32 most0, most0, {factor};", "abs.f32 most0, most0;", f"setp.gt.f32 far, most0, {_bits(NEAR.value)};"]
+    lines += [
+        "vote.sync.any.pred far, far, 0xffffffff;",
+        "@!far bra.uni DONE;",
+        f"mul.f32 y, {factor}, {_bits(2 * LOG2E.value)};",
+    ]
+    for i, t in enumerate(ts):
+        lines += [f"mul.f32 x, {t}, y;", "ex2.approx.ftz.f32 x, x;", "add.f32 x, x, 0f3F800000;", "rcp.approx.ftz.f32 x, x;"]
         lines += [f"fma.rn.f32 ${i}, x, 0fC0000000, 0f3F800000;"]
     return "{ " + " ".join([*lines, "DONE:"]) + " }"
 
 
-TANH_PACK = tl.constexpr(8)
-TANH_PTX = tl.constexpr(_tanh_ptx(8))
-TANH_CONSTRAINTS = tl.constexpr(",".join(["=&f"] * 8 + list("01234567") + ["f"] * 40))
+def _bits(x: float) -> str:
+    """A constant of PTX."""
+    return f"0f{struct.unpack('>I', struct.pack('>f', x))[0]:08X}"
+
+
+FAR_PACK = tl.constexpr(16)
+FAR_PTX = tl.constexpr(_far_tanh_ptx(16))
+FAR_NAMES = tl.constexpr(",".join(["=&f"] * 16 + [str(i) for i in range(16)] + ["f"] * 32))
 
 
 @triton.jit
-def phase_bounds(PHASE: tl.constexpr, lo, hi, full_lo, full_hi, band_lo, band_hi, B: tl.constexpr, BIAS: tl.constexpr):
-    """Start and end of a phase, multiples of B, for needed [lo, hi), mask-free [full_lo, full_hi), table [band_lo, band_hi).
-
-    Every element of [lo, hi) falls into one phase; phases 1 to 3 hold whole tiles of the mask-free range only (eq. 30).
-    """
-    first = lo // B * B
-    last = tl.maximum(tl.cdiv(hi, B) * B, first)
-    full_first = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(full_lo, 0), B) * B, first), last)
-    full_last = tl.minimum(tl.maximum(tl.maximum(full_hi, 0) // B * B, full_first), last)
-    if PHASE == 0:
-        return first, full_first
-    if PHASE == 4:
-        return full_last, last
-    if not BIAS:
-        return full_first, full_last
-    band_first = tl.minimum(tl.maximum(tl.maximum(band_lo, 0) // B * B, full_first), full_last)
-    band_last = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(band_hi, 0), B) * B, band_first), full_last)
-    if PHASE == 1:
-        return full_first, band_first
-    if PHASE == 2:
-        return band_first, band_last
-    return band_last, full_last
+def span_of(lo, hi, low, high, band_lo, band_hi, B: tl.constexpr):
+    """For needed [lo, hi), edges below `low` and from `high` on, and the table's [band_lo, band_hi)."""
+    start = lo // B * B
+    return Span(start, tl.maximum(tl.cdiv(tl.maximum(hi, lo), B) * B, start), low, high - B, band_lo - B, band_hi)
 
 
 @triton.jit
-def key_phase(PHASE: tl.constexpr, first_position, last_position, sk, geometry, V: tl.constexpr, BN: tl.constexpr):
-    """Keys that rows at positions first .. last visit in a phase."""
+def key_span(block, geometry, V: tl.constexpr, BN: tl.constexpr):
+    """Keys that a block of rows visits: low is the left edge, high the right one."""
+    first_position = block.first_position
+    last_position = block.last_position
+    sk = block.segment.sk
     lo = 0
     hi = sk
-    full_lo = 0
-    full_hi = sk
+    low = 0
+    high = sk
     if V.LEFT:
-        lo = tl.maximum(first_position - geometry.left, 0)
-        full_lo = last_position - geometry.left
+        lo = tl.minimum(tl.maximum(first_position - geometry.left, 0), sk)
+        low = last_position - geometry.left
     if V.RIGHT:
         hi = tl.maximum(tl.minimum(sk, last_position + geometry.right + 1), 0)
-        full_hi = tl.minimum(sk, first_position + geometry.right + 1)
-    lo = tl.minimum(lo, sk)
-    hi = tl.maximum(hi, lo)
+        high = tl.minimum(sk, first_position + geometry.right + 1)
     band_lo = first_position + geometry.bias_origin - geometry.n_bias + 1
     band_hi = last_position + geometry.bias_origin + 1
-    return phase_bounds(PHASE, lo, hi, full_lo, full_hi, band_lo, band_hi, BN, V.BIAS)
+    return span_of(lo, hi, low, high, band_lo, band_hi, BN)
 
 
 @triton.jit
-def row_phase(PHASE: tl.constexpr, first_key, last_key, sq, sk, geometry, V: tl.constexpr, BM: tl.constexpr):
-    """Rows that keys first .. last are visited by in a phase: `key_phase` the other way round."""
+def row_span(first_key, last_key, sq, sk, geometry, V: tl.constexpr, BM: tl.constexpr):
+    """Rows that keys first .. last are visited by, `key_span` the other way round: low is the right edge, high the left one."""
     shift = sk - sq
     lo = 0
     hi = sq
-    full_lo = 0
-    full_hi = sq
+    low = 0
+    high = sq
     if V.RIGHT:
-        lo = tl.maximum(first_key - geometry.right - shift, 0)
-        full_lo = last_key - geometry.right - shift
+        lo = tl.minimum(tl.maximum(first_key - geometry.right - shift, 0), sq)
+        low = last_key - geometry.right - shift
     if V.LEFT:
         hi = tl.maximum(tl.minimum(sq, last_key + geometry.left - shift + 1), 0)
-        full_hi = tl.minimum(sq, first_key + geometry.left - shift + 1)
-    lo = tl.minimum(lo, sq)
-    hi = tl.maximum(hi, lo)
+        high = first_key + geometry.left - shift + 1
     band_lo = first_key - geometry.bias_origin - shift
     band_hi = last_key - geometry.bias_origin - shift + geometry.n_bias
-    return phase_bounds(PHASE, lo, hi, full_lo, full_hi, band_lo, band_hi, BM, V.BIAS)
+    return span_of(lo, hi, low, high, band_lo, band_hi, BM)
 
 
 @triton.jit
-def visible(position, key, sk, geometry, V: tl.constexpr, LEFT: tl.constexpr = True, RIGHT: tl.constexpr = True):
-    """Eq. 2. Rows that exist have positions below sk, so causal needs no test of the end.
-
-    In a WIDE window a tile is tested against the one edge it can meet: the left, or the right and the end.
-    """
-    if V.WIDE and not RIGHT:
-        return key >= position - geometry.left
+def visible(position, key, sk, geometry, V: tl.constexpr):
+    """Eq. 2. Rows that exist have positions below sk, so causal needs no test of the end."""
     if V.CAUSAL:
         seen = key <= position
     else:
         seen = (key < sk) & (position == position)
         if V.RIGHT:
             seen = seen & (key <= position + geometry.right)
-    if V.LEFT and (LEFT or not V.WIDE):
+    if V.LEFT:
         seen = seen & (key >= position - geometry.left)
     return seen
 
 
 @triton.jit
-def visible_count(position, q_start, sq, sk, packing, geometry, V: tl.constexpr):
+def visible_count(position, segment, packing, geometry, V: tl.constexpr):
     """n_i of eq. 3; a part of an elastic row is told (`Part.n`)."""
     if V.PART:
-        row = position - (sk - sq)
-        return tl.load(packing.n + q_start + row, mask=(row >= 0) & (row < sq), other=0)
+        row = position - (segment.sk - segment.sq)
+        return tl.load(packing.n + segment.q_start + row, mask=(row >= 0) & (row < segment.sq), other=0)
     first = position * 0
-    last = first + (sk - 1)
+    last = first + (segment.sk - 1)
     if V.LEFT:
         first = tl.maximum(position - geometry.left, 0)
     if V.RIGHT:
-        last = tl.minimum(position + geometry.right, sk - 1)
+        last = tl.minimum(position + geometry.right, segment.sk - 1)
     return tl.maximum(last - first + 1, 0)
 
 
@@ -206,24 +230,18 @@ def visible_count(position, q_start, sq, sk, packing, geometry, V: tl.constexpr)
 def tanh(t, factor, V: tl.constexpr):
     """tanh(t * factor) to 2e-7, which is what a logit needs; in fp32 relatively as well.
 
-    A polynomial up to |x| = 0.5, beyond it 1 - 2 / (1 + e^2x): the special function unit is what is short here, and softcaps
-    are chosen so that few logits come near them.
+    A polynomial, unless a warp has elements that are too large for it: the special function unit is what is short here, and
+    softcaps are chosen so that few logits come near them.
     """
     if V.FP32:
         return precise_tanh(t * factor)
-    f2 = factor * factor
-    c0 = 0.9999976762 * factor
-    c1 = -0.3332065522 * factor * f2
-    c2 = 0.1314514565 * factor * f2 * f2
-    c3 = -0.0433724836 * factor * f2 * f2 * f2
-    if V.NVIDIA:
-        return tl.inline_asm_elementwise(
-            TANH_PTX, TANH_CONSTRAINTS, [t, c0, c1, c2, c3, factor], dtype=tl.float32, is_pure=True, pack=TANH_PACK
-        )
     square = t * t
-    small = t * (c0 + square * (c1 + square * (c2 + square * c3)))
+    f2 = factor * factor
+    near = t * (NEAR_0 * factor + square * (NEAR_1 * factor * f2 + square * (NEAR_2 * factor * f2 * f2)))
+    if V.NVIDIA:
+        return tl.inline_asm_elementwise(FAR_PTX, FAR_NAMES, [near, t, factor], dtype=tl.float32, is_pure=True, pack=FAR_PACK)
     x = t * factor
-    return tl.where(tl.abs(x) > 0.5, 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E))), small)
+    return tl.where(tl.abs(x) > NEAR, 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E))), near)
 
 
 @triton.jit
@@ -242,28 +260,39 @@ def bias_tile(table_ptr, start, geometry, V: tl.constexpr, DOWN: tl.constexpr, A
     """[DOWN, ACROSS] tile whose element (i, j) is entry start + j - i of a head's table, in the order the kernel reads it.
 
     Neighbours across are loaded in pairs. A pair that would start at an odd entry is taken from the second copy of the table,
-    which lies one entry off. Across is added last: what is constant for a thread then ends up in the instruction.
+    which lies one entry off. What tells threads of a matmul's fragment apart is added first: the rest, 8 down and multiples
+    of 8 across, ends up in the instruction, and pairs on one diagonal are loaded once.
     """
     # beyond the padding all is zero, wherever the tile lies
     start = tl.minimum(tl.maximum(start, TABLE_PAD // 2), geometry.n_bias + 3 * (TABLE_PAD // 2))
     pitch = table_pitch(geometry)
-    first = start - tl.arange(0, DOWN)[:, None]
-    first += (first & 1) * (pitch - 1)
+    down = tl.arange(0, DOWN)[:, None]
     pairs = tl.arange(0, ACROSS // 2)[None, :] * 2
+    first = start - (down - (down & 8))
+    first += (first & 1) * (pitch - 1)
+    address = (table_ptr + (first + (pairs & 6))) + ((pairs - (pairs & 6)) - (down & 8))
     if V.NVIDIA:
         # a load that Triton does not recognise stays where it is used: its pipeliner would copy the tile through shared memory
         even, odd = tl.inline_asm_elementwise(
             "ld.global.nc.v2.f32 {$0, $1}, [$2];",
             "=f,=f,l",
-            [(table_ptr + first + pairs).to(tl.int64)],
+            [address.to(tl.int64)],
             dtype=(tl.float32, tl.float32),
             is_pure=True,
             pack=1,
         )
     else:
-        even = tl.load(table_ptr + first + pairs)
-        odd = tl.load(table_ptr + first + pairs + 1)
+        even = tl.load(address)
+        odd = tl.load(address + 1)
     return tl.join(even, odd).reshape([DOWN, ACROSS])
+
+
+@triton.jit
+def add_bias(x, factor, table_ptr, entry, tile, span, geometry, V: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr):
+    """x + factor * bias for a tile of scores that begins at `tile` of a span; beyond the table nothing is read."""
+    if (tile > span.band_low) & (tile < span.band_high):
+        x += bias_tile(table_ptr, entry, geometry, V, DOWN, ACROSS) * factor
+    return x
 
 
 @triton.jit
@@ -297,53 +326,101 @@ def capped_product(t, geometry, V: tl.constexpr):
 
 
 @triton.jit
-def elastic(p, share, threshold, alone, seen, MASK: tl.constexpr, V: tl.constexpr):
-    """(p, a, m) of eq. 9 to 11: p exact where a row sees one key, weights, survivors as a mask; share = tau / n.
+def tile_weights(s, share, floor, position, key, at_edge, segment, packing, geometry, V: tl.constexpr):
+    """(p, a) of eq. 8 to 11 of a tile in either orientation from s, the base-2 logits less lse2; share = tau / n.
 
-    threshold is 0, or -inf for tau >= 0: then every visible key survives, also where p underflowed.
+    With tau a row that sees one key has p = 1 exactly; such a row is always cut by an edge.
     """
-    if MASK and not V.SINK:
-        p = tl.where(alone & seen, 1.0, p)
-    shifted = p + share
-    m = shifted > threshold
-    if MASK:
-        m = m & seen
-    return p, tl.where(m, shifted, 0.0), m
-
-
-@triton.jit
-def tile_weights(
-    t, lse2, bias, share, threshold, alone, seen, geometry, V: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr
-):
-    """(p, a, m, tanh of the softcap) of a tile in either orientation from its raw products t = q.k; m only with tau."""
-    capped = capped_product(t, geometry, V)
-    if BIAS:
-        # not as a sum with the product: Triton would start the product from it, and hold it in registers meanwhile
-        p = tl.exp2(capped * geometry.unit + (bias * geometry.unit - lse2))
-    else:
-        p = tl.exp2(capped * geometry.unit - lse2)
-    if MASK:
-        p = tl.where(seen, p, 0.0)
+    p = tl.exp2(s)
     a = p
-    m = seen
     if V.TAU:
-        p, a, m = elastic(p, share, threshold, alone, seen, MASK, V)
-    return p, a, m, capped
+        a = tl.maximum(p + share, floor)
+    if at_edge:
+        seen = visible(position, key, segment.sk, geometry, V)
+        if V.TAU and not V.SINK:
+            p = tl.where(visible_count(position, segment, packing, geometry, V) == 1, 1.0, p)
+        p = tl.where(seen, p, 0.0)
+        a = p
+        if V.TAU:
+            a = tl.where(seen, tl.maximum(p + share, floor), 0.0)
+    return p, a
 
 
 @triton.jit
-def tile_gradient(
-    t, dp, lse2, delta, bias, share, threshold, alone, seen, geometry, V: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr
-):
-    """(a, ds, dx) of a tile in either orientation: eq. 33 from the raw products t = q.k and dp = do.v."""
-    p, a, m, capped = tile_weights(t, lse2, bias, share, threshold, alone, seen, geometry, V, MASK, BIAS)
+def surviving(p, share, V: tl.constexpr):
+    """1 where p + share > 0, else 0, if p > 0: as numbers, since predicates of a whole tile would have to be packed into
+    registers. Sums are exact in sign; the factor makes 1 of every one that counts."""
+    if V.NVIDIA:
+        return tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, 0f71800000, $2;", "=f,f,f", [p, share * 2.0**100], tl.float32, is_pure=True, pack=1
+        )
+    return tl.minimum(tl.maximum(p * 2.0**100 + share * 2.0**100, 0.0), 1.0)
+
+
+@triton.jit
+def positive(a, weights, V: tl.constexpr):
+    """1 where a > 0, else 0, in the dtype of weights, which are a in it. a is not negative."""
+    if V.PAIRED:
+        # bf16 underflows where fp32 does
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 zero; mov.b32 zero, 0; set.gt.bf16x2.bf16x2 $0, $1, zero; }",
+            "=r,r",
+            [weights],
+            tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    return tl.minimum(a * 1.7014118e38, 1.0).to(weights.dtype)
+
+
+@triton.jit
+def tile_gradient(p, m, dp, delta, capped, V: tl.constexpr):
+    """(ds, dx) of a tile in either orientation: eq. 33 from the raw products dp = do.v; with tau m marks survivors."""
     if V.TAU:
-        dp = tl.where(m, dp, 0.0)
+        dp = dp * m
     ds = p * (dp - delta)
     dx = ds
     if V.SOFTCAP:
         dx = ds * (1.0 - capped * capped)
-    return a, ds, dx
+    return ds, dx
+
+
+@triton.jit
+def nth_segment(z, packing):
+    """Segment z of packed sequences."""
+    q_start = tl.load(packing.cu_q + z)
+    k_start = tl.load(packing.cu_k + z)
+    return Segment(q_start, k_start, tl.load(packing.cu_q + z + 1) - q_start, tl.load(packing.cu_k + z + 1) - k_start)
+
+
+@triton.jit
+def segment_of(tile, packing, sq, sk, n_segments, V: tl.constexpr):
+    """(segment of a program's tile, number of the tile inside it); a tile beyond the last segment finds one without rows."""
+    segment = Segment(0, 0, sq, sk)
+    if V.VARLEN:
+        z, tile = locate(tile, packing.cu_tiles, n_segments)
+        exists = (z < n_segments).to(tl.int32)
+        found = nth_segment(tl.minimum(z, n_segments - 1), packing)
+        segment = Segment(found.q_start, found.k_start, found.sq * exists, found.sk * exists)
+    return segment, tile
+
+
+@triton.jit
+def row_block(packing, sq, sk, n_segments, geometry, V: tl.constexpr, BM: tl.constexpr):
+    """The block of a program that owns BM rows."""
+    segment, tile = segment_of(tl.program_id(0), packing, sq, sk, n_segments, V)
+    if V.RIGHT and not V.VARLEN:
+        # causal: the longest rows first, so that the last wave is short
+        tile = tl.num_programs(0) - 1 - tile
+    i0 = tile * BM
+    first_position = i0 + segment.sk - segment.sq
+    last_position = tl.minimum(i0 + BM, segment.sq) - 1 + segment.sk - segment.sq
+    b = tl.program_id(1) // geometry.heads
+    h = tl.program_id(1) % geometry.heads
+    position = (first_position + tl.arange(0, BM))[:, None]
+    return Block(
+        segment, b, h, h // geometry.group, segment.q_start + i0, segment.sq - i0, first_position, last_position, position
+    )
 
 
 @triton.jit
@@ -373,36 +450,69 @@ def at(tensor, b, h, row):
 
 
 @triton.jit
-def load_tile(ptr, stride, start, n, B: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EDGE: tl.constexpr):
-    """[B, BD] of the rows from `start` on; at an EDGE zero outside of 0 .. n-1, always zero beyond D."""
+def load_tile(ptr, stride, start, n, B: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """[B, BD] of the rows from `start` on; zero outside of 0 .. n-1 and beyond D."""
     lanes = tl.arange(0, B)
     columns = tl.arange(0, BD)
     pointers = ptr + tl.cast(start, tl.int64) * stride + lanes[:, None] * stride + columns[None, :]
     inside = ((start + lanes >= 0) & (start + lanes < n))[:, None]
     if D != BD:
-        if EDGE:
-            return tl.load(pointers, mask=inside & (columns < D)[None, :], other=0.0)
-        return tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
-    if EDGE:
-        return tl.load(pointers, mask=inside, other=0.0)
-    return tl.load(pointers)
+        inside = inside & (columns < D)[None, :]
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def own_tile(tensor, block, B: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """`load_tile` of a block's rows."""
+    return load_tile(at(tensor, block.b, block.h, block.row), tensor.row, 0, block.n_rows, B, D, BD)
 
 
 @triton.jit
 def stream_tile(
-    tensor, descriptor, ptr, b, h, start, n, B: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EDGE: tl.constexpr,
-    TMA: tl.constexpr,
+    tensor, descriptor, b, h, first, start, n, B: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr
 ):  # fmt: skip
-    """`load_tile` in a main loop: through the tensor's descriptor where there is one, which costs no address registers."""
+    """`load_tile` in a main loop, of n rows from `first` on: through the tensor's descriptor where there is one, which costs
+    no address registers."""
     if TMA:
         return descriptor.load([b, h, start, 0]).reshape([B, BD])
-    return load_tile(ptr, tensor.row, start, n, B, D, BD, EDGE)
+    return load_tile(at(tensor, b, h, first), tensor.row, start, n, B, D, BD)
+
+
+@triton.jit
+def key_tile(tensor, descriptor, block, j0, B: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
+    """`stream_tile` of the keys from j0 on that a block of rows sees."""
+    return stream_tile(tensor, descriptor, block.b, block.g, block.segment.k_start, j0, block.segment.sk, B, D, BD, TMA)
 
 
 @triton.jit
 def row_state(b, h, row, pitch16, geometry):
     """Offset of a row in the fp32 row buffers, whose pitch is a multiple of 16 so that vectors of them load aligned."""
     return tl.cast(b * geometry.heads + h, tl.int64) * (pitch16 * 16) + row
+
+
+@triton.jit
+def spread_vector(ptr, start, DOWN: tl.constexpr, ACROSS: tl.constexpr):
+    """[DOWN, ACROSS] tile with rows ptr[start .. start + ACROSS), read in the layout of its use, by pairs (`bias_tile`)."""
+    pairs = tl.broadcast_to(tl.arange(0, ACROSS // 2)[None, :] * 2, [DOWN, ACROSS // 2])
+    even, odd = tl.inline_asm_elementwise(
+        "ld.global.nc.v2.f32 {$0, $1}, [$2];",
+        "=f,=f,l",
+        [((ptr + start + (pairs & 6)) + (pairs - (pairs & 6))).to(tl.int64)],
+        dtype=(tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+    return tl.join(even, odd).reshape([DOWN, ACROSS])
+
+
+@triton.jit
+def row_tile(ptr, start, n, other, V: tl.constexpr, DIRECT: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr):
+    """One number per row for a [DOWN, ACROSS] tile of keys and rows."""
+    if DIRECT:
+        value = spread_vector(ptr, start, DOWN, ACROSS)
+    else:
+        value = load_vector(ptr, start, n, other, ACROSS, V.VARLEN)[None, :]
+    return value
 
 
 @triton.jit
