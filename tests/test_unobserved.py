@@ -248,3 +248,59 @@ def test_kernels_start_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPa
         ops._backward(call, None, q, q, None, q, None, (True,) * 7)
     assert ran == [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)]
     assert current == [0]
+
+
+# --- packed ------------------------------------------------------------------------------------------------------------------
+
+
+def packed(dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
+    return [torch.randn(8, 2, 8, dtype=dtype, requires_grad=True) for _ in range(3)], torch.tensor([0, 3, 8])
+
+
+def test_packed_tensors_have_one_node(crossings: list[str]) -> None:
+    """The views that make a batch of them, and its results packed again, are not autograd's business."""
+    qkv, cu = packed()
+    y, lse = backlight.attention_varlen(*qkv, cu, return_lse=True)
+    assert y.grad_fn is lse.grad_fn
+    assert {type(node).__name__ for node, _ in y.grad_fn.next_functions if node is not None} == {"AccumulateGrad"}
+    assert not y._is_view()
+    torch.autograd.grad([y.sum(), lse.sum()], qkv)
+    assert crossings == []
+
+
+def test_packed_results_may_be_changed_in_place_where_they_are_not_needed() -> None:
+    qkv, cu = packed()
+    with torch.no_grad():
+        backlight.attention_varlen(*qkv, cu).mul_(2)
+    y = backlight.attention_varlen(*qkv, cu)
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_mode_around_the_backward_of_packed_tensors() -> None:
+    qkv, cu = packed()
+    gate = torch.randn(8, 2, 8, requires_grad=True)
+    y, lse = backlight.attention_varlen(*qkv, cu, gate=gate, return_lse=True)
+    into, loss = (*qkv, gate), [y.square().sum(), lse.sum()]
+    plain = torch.autograd.grad(loss, into, retain_graph=True)
+    with Seen() as seen:
+        observed = torch.autograd.grad(loss, into)
+    assert seen.names == [NAMES[1]]
+    assert all(map(torch.equal, plain, observed))
+    assert all(grad.shape == x.shape for grad, x in zip(plain, into, strict=True))
+
+
+def test_packed_tensors_under_autocast_get_their_gradients() -> None:
+    qkv, cu = packed()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = backlight.attention_varlen(*qkv, cu)
+    assert y.dtype == torch.bfloat16
+    assert [grad.dtype for grad in torch.autograd.grad(y.sum(), qkv)] == [torch.float32] * 3
+
+
+def test_packed_tensors_have_no_second_derivative() -> None:
+    qkv, cu = packed()
+    (dq,) = torch.autograd.grad(backlight.attention_varlen(*qkv, cu).square().sum(), qkv[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()

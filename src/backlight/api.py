@@ -12,7 +12,18 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from backlight import ops, registry
-from backlight.binding import Window, autocast, check, check_is_tensor, check_ranks, make_spec
+from backlight.binding import (
+    Window,
+    autocast,
+    batched,
+    check,
+    check_is_tensor,
+    check_ranks,
+    kind_of,
+    make_spec,
+    recall,
+    remember,
+)
 from backlight.call import Call
 
 
@@ -108,14 +119,16 @@ def attention(
         "window": window,
         "scale": scale,
         "softcap": softcap,
-        "bias": bias,
         "bias_origin": bias_origin,
-        "sink": sink,
-        "tau": tau,
-        "gate": gate,
     }
-    y, lse = _run(_bind, (q, k, v), options, backend, context)
-    return (y, lse) if return_lse else y
+    tensors = (q, k, v, bias, sink, tau, gate, None, None)
+    if context is None and not _contexts and ops.unobserved(tensors):
+        call = _bind_like_before(tensors, options, backend)
+        y, lse = ops.attention_unobserved(call, backend, return_lse)
+    else:
+        terms = {"bias": bias, "sink": sink, "tau": tau, "gate": gate}
+        y, lse = _run(_bind, (q, k, v), options | terms, backend, context)
+    return (y, lse) if return_lse else y  # type: ignore[return-value]
 
 
 @overload
@@ -182,15 +195,20 @@ def attention_varlen(
         "window": window,
         "scale": scale,
         "softcap": softcap,
-        "bias": bias,
         "bias_origin": bias_origin,
-        "sink": sink,
-        "tau": tau,
-        "gate": gate,
     }
-    y, lse = _run(_bind_packed, (q, k, v, cu_seqlens_q, cu_seqlens_k), options, backend, context)
-    y, lse = y[0].transpose(0, 1), lse[0]
-    return (y, lse) if return_lse else y
+    tensors = (q, k, v, bias, sink, tau, gate, cu_seqlens_q, cu_seqlens_k)
+    plain = context is None and not _contexts and cu_seqlens_q is not None and ops.unobserved(tensors)
+    if plain and not torch.is_autocast_enabled(q.device.type):
+        # autograd needs to see neither the views that make a batch of one, nor those that make it packed again
+        with torch.no_grad():
+            call = _bind_like_before(tensors, options, backend)
+        y, lse = ops.attention_unobserved(call, backend, return_lse, packed=(q, k, v, bias, sink, tau, gate))
+    else:
+        terms = {"bias": bias, "sink": sink, "tau": tau, "gate": gate}
+        y, lse = _run(_bind_packed, (q, k, v, cu_seqlens_q, cu_seqlens_k), options | terms, backend, context)
+        y, lse = y[0].transpose(0, 1), lse[0]
+    return (y, lse) if return_lse else y  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -292,6 +310,20 @@ def _bind(
     return check(Call(spec, q, k, v, bias, sink, tau, gate, cu_seqlens_q, cu_seqlens_k, deterministic))
 
 
+def _bind_like_before(tensors: tuple[Any, ...], options: dict[str, Any], backend: str | None) -> Call:
+    """`_bind` or `_bind_packed`, with the checks left out where a call of the same kind has passed them."""
+    window = options["window"]
+    kind = kind_of(tensors, (*options.values(), *(window if isinstance(window, tuple) else ()), backend))
+    call = recall(kind, tensors)
+    if call is None:
+        _known(backend)
+        q, k, v, bias, sink, tau, gate, cu_q, cu_k = tensors
+        options = options | {"bias": bias, "sink": sink, "tau": tau, "gate": gate}
+        call = _bind(q, k, v, **options) if cu_q is None else _bind_packed(q, k, v, cu_q, cu_k, **options)
+        remember(kind, tensors, call)
+    return call
+
+
 def _bind_packed(
     q: Tensor,
     k: Tensor,
@@ -305,8 +337,13 @@ def _bind_packed(
     """Packed [T, H, D] as the batched case B = 1, in place."""
     check_is_tensor("cu_seqlens_q", cu_seqlens_q)
     check_ranks({"q": q, "k": k, "v": v} if gate is None else {"q": q, "k": k, "v": v, "gate": gate}, 3, "[T, H, D]")
-    q, k, v, gate = (None if x is None else x.transpose(0, 1)[None] for x in (q, k, v, gate))  # type: ignore[assignment]
+    q, k, v, gate = (batched(x) for x in (q, k, v, gate))  # type: ignore[assignment]
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    check_is_tensor("cu_seqlens_k", cu_seqlens_k)
+    # kernels read borders one after another; shared ones stay one tensor
+    shared = cu_seqlens_k is cu_seqlens_q
+    cu_seqlens_q = cu_seqlens_q.contiguous()
+    cu_seqlens_k = cu_seqlens_q if shared else cu_seqlens_k.contiguous()
     return _bind(q, k, v, cu_seqlens_q, cu_seqlens_k, gate=gate, **options)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight.call import DTYPES, Call
+from backlight.call import DTYPES, Call, Memory, layout_of
 from backlight.spec import AttentionSpec
 
 Window = tuple[int | None, int | None]
@@ -81,6 +81,82 @@ def _new_spec(
 
 # typed: 1 is not True, and must not pass for it once True has been seen
 _known_spec = lru_cache(maxsize=1024, typed=True)(_new_spec)
+
+
+# --- calls like one before ---------------------------------------------------------------------------------------------------
+
+# q, k, v, bias, sink, tau, gate, cu_seqlens_q, cu_seqlens_k as they came
+Tensors = tuple[Tensor | None, ...]
+# what was found right: the spec, whether it is deterministic, `Call.layout` and `Call.shared`
+_bound: Memory[tuple[AttentionSpec, bool, tuple[Any, ...], dict[Any, Any]]] = Memory()
+
+
+# quicker than the question about one type of device
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
+
+def kind_of(tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """All that checks look at, hashable: calls of one kind are all right or all wrong. None where something has no layout.
+
+    options: the rest, in any order that is always the same.
+    """
+    q, k, v, *_, cu_q, cu_k = tensors
+    if q is None:
+        return None
+    if _any_autocast() and torch.is_autocast_enabled(q.device.type):
+        options = (*options, torch.get_autocast_dtype(q.device.type))
+    try:
+        layouts = [None if x is None else (*layout_of(x), x.device) for x in tensors]
+    except RuntimeError:
+        return None
+    flags = torch.are_deterministic_algorithms_enabled(), k is q, v is q, v is k, cu_k is cu_q
+    # types: 1 is not True, and must not pass for it once True has been seen
+    return (*flags, *options, *map(type, options), *layouts)
+
+
+def recall(kind: tuple[Any, ...] | None, tensors: Tensors) -> Call | None:
+    """The bound call of these tensors, if one of its kind was bound before."""
+    try:
+        known = _bound.get(kind)  # type: ignore[arg-type]
+    except TypeError:
+        # an option without a hash
+        return None
+    if known is None:
+        return None
+    spec, deterministic, layout, shared = known
+    q, k, v, bias, sink, tau, gate, cu_q, cu_k = tensors
+    if cu_q is not None:
+        q, k, v, gate = (batched(x) for x in (q, k, v, gate))
+        cu_k = cu_q if cu_k is None else cu_k
+    call = Call(spec, q, k, v, bias, sink, tau, gate, cu_q, cu_k, deterministic)  # type: ignore[arg-type]
+    call._layout, call.shared = layout, shared
+    return call
+
+
+def remember(kind: tuple[Any, ...] | None, tensors: Tensors, call: Call) -> None:
+    """Calls of this kind are right, and bound like this one; not where tensors were cast or copied."""
+    q, k, v, *_, gate, cu_q, cu_k = tensors
+    cast = any(x is not None and x.dtype != call.q.dtype for x in (q, k, v, gate))
+    copied = cu_q is not call.cu_seqlens_q or (cu_k is not None and cu_k is not call.cu_seqlens_k)
+    if kind is not None and not cast and not copied and _hashable(kind):
+        call.shared = Memory()
+        _bound[kind] = call.spec, call.deterministic, call.layout, call.shared
+
+
+def batched(x: Tensor | None) -> Tensor | None:
+    """Packed [T, H, D] as the case B = 1 of [B, H, S, D], in place."""
+    return None if x is None else x.transpose(0, 1)[None]
+
+
+def _hashable(kind: tuple[Any, ...]) -> bool:
+    try:
+        hash(kind)
+    except TypeError:
+        return False
+    return True
+
+
+# --- checks ------------------------------------------------------------------------------------------------------------------
 
 
 def check(call: Call) -> Call:

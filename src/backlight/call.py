@@ -36,9 +36,12 @@ class Part:
     n: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Call:
-    """q [B,Hq,Sq,D], k [B,Hkv,Sk,D], v [B,Hkv,Sk,Dv], learned terms, and cu_seqlens [Z+1] when sequences are packed."""
+    """q [B,Hq,Sq,D], k [B,Hkv,Sk,D], v [B,Hkv,Sk,Dv], learned terms, and cu_seqlens [Z+1] when sequences are packed.
+
+    Nobody changes one. (`frozen` would say so, and takes as long as a launch to make.)
+    """
 
     spec: AttentionSpec
     q: Tensor
@@ -54,13 +57,15 @@ class Call:
     part: Part | None = None
     _segments: tuple[Segment, ...] | None = field(default=None, repr=False)
     _layout: tuple[Any, ...] | None = field(default=None, init=False, repr=False)
+    # what calls of one kind have in common (`binding.recall`), for whoever finds something out about them
+    shared: dict[Any, Any] | None = field(default=None, init=False, repr=False)
 
     @property
     def layout(self) -> tuple[Any, ...]:
         """All that a backend's decisions may depend on, hashable: options, shapes, strides, dtypes, alignments; no value."""
         if self._layout is None:
-            object.__setattr__(self, "_layout", self._find_layout())
-        return self._layout  # type: ignore[return-value]
+            self._layout = self._find_layout()
+        return self._layout
 
     def _find_layout(self) -> tuple[Any, ...]:
         spec, part = self.spec, self.part
@@ -69,6 +74,8 @@ class Call:
             *(spec.causal, spec.window, spec.scale, spec.softcap, spec.bias_origin, self.deterministic, self.q.device),
             *[layout_of(x) for x in (self.q, self.k, self.v)],
             *[None if x is None else layout_of(x) for x in terms],
+            # packed queries and keys with the same borders, which may be one tensor
+            self.cu_seqlens_q is self.cu_seqlens_k,
             None if part is None else (True, *[None if x is None else layout_of(x) for x in (part.lse, part.n)]),
         )
 
@@ -100,11 +107,19 @@ class Call:
         """Names of the gradients this call has, in argument order."""
         return ("dq", "dk", "dv", *(f"d{term}" for term in self.spec.terms))
 
+    def check_borders(self) -> None:
+        """Raises where cu_seqlens are not borders of these rows and keys; reads them on the host, once for each value."""
+        cu_q, cu_k, sq, sk = self.cu_seqlens_q, self.cu_seqlens_k, self.q.shape[2], self.k.shape[2]
+        if cu_q is None or cu_k is None or self._segments is not None:
+            return
+        if not (_is_checked(cu_q, sq) and ((cu_k is cu_q and sk == sq) or _is_checked(cu_k, sk))):
+            self.segments()
+
     def segments(self) -> tuple[Segment, ...]:
         """The independent problems of the call; reads cu_seqlens on the host."""
         if self._segments is None:
-            object.__setattr__(self, "_segments", self._find_segments())
-        return self._segments  # type: ignore[return-value]
+            self._segments = self._find_segments()
+        return self._segments
 
     def _find_segments(self) -> tuple[Segment, ...]:
         batch, _, sq, _ = self.q.shape
@@ -135,16 +150,25 @@ def layout_of(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15
 
 
-# a tensor's values, read once: the layers of a model share one cu_seqlens, and each reading waits for the device
+# a tensor's version, values and the lengths they were checked against: the layers of a model share one cu_seqlens, and each
+# reading waits for the device
 _host_values: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _is_checked(cu_seqlens: Tensor, total: int) -> bool:
+    if cu_seqlens.is_inference():
+        return False
+    known = _host_values.get(cu_seqlens)
+    return known is not None and known[0] == cu_seqlens._version and total in known[2]
 
 
 def read_cu_seqlens(name: str, cu_seqlens: Tensor, total: int | None) -> tuple[int, ...]:
     """Host values of a cu_seqlens tensor, checked: starts at 0, never decreases, ends at the packed length (None: anywhere)."""
     version = None if cu_seqlens.is_inference() else cu_seqlens._version
     known = _host_values.get(cu_seqlens)
-    values = known[1] if known is not None and version is not None and known[0] == version else tuple(cu_seqlens.tolist())
-    _host_values[cu_seqlens] = (version, values)
+    if known is None or version is None or known[0] != version:
+        known = _host_values[cu_seqlens] = (version, tuple(cu_seqlens.tolist()), set())
+    values, checked = known[1:]
     if values[0] != 0:
         raise ValueError(f"{name} must start at 0, got {values[0]}")
     for z, (a, b) in enumerate(pairwise(values)):
@@ -152,4 +176,5 @@ def read_cu_seqlens(name: str, cu_seqlens: Tensor, total: int | None) -> tuple[i
             raise ValueError(f"{name} must not decrease, got {a} then {b} at position {z + 1}")
     if total is not None and values[-1] != total:
         raise ValueError(f"{name} must end at the packed length {total}, got {values[-1]}")
+    checked.add(total)
     return values

@@ -4,25 +4,32 @@
 boundary as plain scalars (`SCALARS`), packed and unpacked only here. Backends are imported when a call first needs one.
 
 Operators are for those who look at a call before it runs: compilers, transforms, modes, tensor subclasses, profilers. When
-nobody does (`_unobserved`), the same backend is called without them: crossing the dispatcher four times costs more host time
+nobody does (`unobserved`), the same backend is called without them: crossing the dispatcher four times costs more host time
 than everything else in a small call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
+from torch._C._autograd import _profiler_enabled
 from torch._C._functorch import TransformType, get_interpreter_stack, is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from backlight import batching, registry
-from backlight.call import Call
+from backlight.call import Call, layout_of
 from backlight.spec import AttentionSpec
 
 TENSORS = (
@@ -31,6 +38,8 @@ TENSORS = (
 )
 SCALARS = "bool causal, int? left, int? right, float? scale, float? softcap, int bias_origin, bool deterministic, str? backend"
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink", "dtau", "dgate")
+# those of tensors with rows of their own
+ROW_GRADIENTS = ("dq", "dk", "dv", "dgate")
 
 _library = torch.library.Library("backlight", "DEF")
 _library.define(f"attention({TENSORS}, {SCALARS}, bool save_u) -> (Tensor, Tensor, Tensor)")
@@ -73,8 +82,19 @@ def unpack(args: tuple[Any, ...]) -> tuple[Call, str | None]:
 def _forward(call: Call, backend: str | None, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     if _elsewhere(call.q):
         with torch.cuda.device(call.q.device):
-            return registry.choose(call, backend).forward(call, save_u)
-    return registry.choose(call, backend).forward(call, save_u)
+            return _forward_here(call, backend, save_u)
+    return _forward_here(call, backend, save_u)
+
+
+def _forward_here(call: Call, backend: str | None, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    shared = call.shared
+    again = None if shared is None else shared.get(save_u)
+    found = None if again is None else again(registry.inputs(call))
+    if found is None:
+        chosen = registry.choose(call, backend)
+        found = chosen.forward(call, save_u)
+        _learn(chosen, call, (), save_u, save_u)
+    return found
 
 
 def _backward(
@@ -82,8 +102,35 @@ def _backward(
 ) -> dict[str, Tensor]:
     if _elsewhere(call.q):
         with torch.cuda.device(call.q.device):
-            return registry.choose(call, backend).backward(call, y, lse, u, dy, dlse, _names(needs))
-    return registry.choose(call, backend).backward(call, y, lse, u, dy, dlse, _names(needs))
+            return _backward_here(call, backend, (y, lse, u, dy, dlse), needs)
+    return _backward_here(call, backend, (y, lse, u, dy, dlse), needs)
+
+
+def _backward_here(
+    call: Call, backend: str | None, tensors: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None], needs: Any
+) -> dict[str, Tensor]:
+    shared = call.shared
+    if shared is None:
+        return registry.choose(call, backend).backward(call, *tensors, _names(needs))
+    given = (*registry.inputs(call), *tensors)
+    q, k, v, *_ = given
+    # saved tensors may come back laid out in another way, from where hooks have put them
+    key = (needs, k is q, v is q, v is k, *[None if x is None else layout_of(x) for x in given])
+    again = shared.get(key)
+    found = None if again is None else again(given)
+    if found is None:
+        chosen = registry.choose(call, backend)
+        found = chosen.backward(call, *tensors, _names(needs))
+        _learn(chosen, call, tensors, _names(needs), key)
+    return found
+
+
+def _learn(backend: Any, call: Call, tensors: tuple[Any, ...], choice: Any, key: Any) -> None:
+    """How to do again what was done, if the backend can say and there are more calls of the kind."""
+    if call.shared is not None and hasattr(backend, "again"):
+        again = backend.again(call, tensors, choice)
+        if again is not None:
+            call.shared[key] = again
 
 
 # `torch.cuda.current_device` without its check that CUDA is there: a tensor is
@@ -186,7 +233,7 @@ def _attention_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor
     if forward_ad._current_level >= 0:
         _refuse_tangents(tensors)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        if torch._C._are_functorch_transforms_active():
+        if _are_functorch_transforms_active():
             return _apply_at_this_level(below, *args)
         return _Attention.apply(below, *args)
     with torch._C._AutoDispatchBelowAutograd():
@@ -214,50 +261,74 @@ _library.impl("attention", _attention_autograd, "Autograd", with_keyset=True)
 
 
 class _Unobserved(torch.autograd.Function):
-    """`_Attention` on bound calls; what autograd must see of one comes beside it."""
+    """`_Attention` on bound calls; what autograd must see of one comes beside it: packed where the caller's tensors are."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, backend: str | None, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, call: Call, backend: str | None, return_lse: bool, *tensors: Tensor | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         y, lse, u = _forward(call, backend, True)
+        if _is_packed(tensors):
+            # results, not views of something: in-place changes are seen
+            y, lse = _packed(y).detach(), lse[0].detach()
         ctx.save_for_backward(*tensors, call.cu_seqlens_q, call.cu_seqlens_k, y, lse, u)
-        ctx.options = call.spec, call.deterministic, backend
-        return y, lse
+        ctx.options = call.spec, call.deterministic, backend, call.shared
+        # a second output costs the engine more than it costs us to leave it out
+        return (y, lse) if return_lse else y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
         return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, dy, dlse)
 
 
 def _gradients(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, bias, sink, tau, gate, cu_seqlens_q, cu_seqlens_k, y, lse, u = ctx.saved_tensors
-    needs = ctx.needs_input_grad[2:]
+    saved = ctx.saved_tensors
+    q, k, v, bias, sink, tau, gate, cu_seqlens_q, cu_seqlens_k, y, lse, u = saved
+    needs = ctx.needs_input_grad[3:]
     if dy is None:
         if dlse is None:
-            return (None,) * (2 + len(GRADIENTS))
+            return (None,) * (3 + len(GRADIENTS))
         dy = torch.zeros_like(y)
-    spec, deterministic, backend = ctx.options
+    packed, observed = _is_packed(saved), not unobserved((*saved, dy, dlse))
+    if packed:
+        q, k, v, gate, y, dy = (None if x is None else x.transpose(0, 1)[None] for x in (q, k, v, gate, y, dy))
+        lse, dlse = (None if x is None else x[None] for x in (lse, dlse))
+    spec, deterministic, backend, shared = ctx.options
     call = Call(spec, q, k, v, bias, sink, tau, gate, cu_seqlens_q, cu_seqlens_k, deterministic)
-    if _unobserved((q, k, v, bias, sink, tau, gate, cu_seqlens_q, cu_seqlens_k, y, dy, dlse)):
-        grads = _backward(call, backend, y, lse, u, dy, dlse, needs)
-        return (None, None, *map(grads.get, GRADIENTS))
-    args = (*pack(call, backend), y, lse, y.new_empty(0) if u is None else u, dy, dlse, list(needs))
-    found = torch.ops.backlight.attention_backward(*args)
-    return (None, None, *(grad if need else None for grad, need in zip(found, needs, strict=True)))
+    call.shared = shared
+    if observed:
+        args = (*pack(call, backend), y, lse, y.new_empty(0) if u is None else u, dy, dlse, list(needs))
+        found = torch.ops.backlight.attention_backward(*args)
+        grads = {name: grad for name, grad, need in zip(GRADIENTS, found, needs, strict=True) if need}
+    else:
+        grads = _backward(call, backend, y, lse, u, dy, dlse, needs)  # type: ignore[arg-type]
+    if packed:
+        grads = {name: _packed(grad) if name in ROW_GRADIENTS else grad for name, grad in grads.items()}
+    return (None, None, None, *map(grads.get, GRADIENTS))
+
+
+def _is_packed(tensors: Sequence[Any]) -> bool:
+    return tensors[0].dim() == 3
+
+
+def _packed(x: Tensor) -> Tensor:
+    """[1, H, T, D] as [T, H, D], in place."""
+    return x[0].transpose(0, 1)
 
 
 _gradients_once = once_differentiable(_gradients)
 
 
-def _unobserved(tensors: Iterable[Tensor | None]) -> bool:
+def unobserved(tensors: Iterable[Tensor | None]) -> bool:
     """Whether nothing but autograd looks at operators on these tensors."""
     if (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or torch.autograd._profiler_enabled()
+        or _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or _are_functorch_transforms_active()
+        or _get_tracing_state() is not None
+        or _profiler_enabled()
         or forward_ad._current_level >= 0
     ):
         return False
@@ -271,17 +342,33 @@ def _unobserved(tensors: Iterable[Tensor | None]) -> bool:
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
-# the checks of `Function.apply` are those of `_unobserved`
+# the checks of `Function.apply` are those of `unobserved`
 _apply_unobserved = super(torch.autograd.Function, _Unobserved).apply
 
 
 def attention(call: Call, backend: str | None) -> tuple[Tensor, Tensor]:
     """(y, lse) of a bound call, differentiable."""
-    tensors = (call.q, call.k, call.v, call.bias, call.sink, call.tau, call.gate)
-    if not _unobserved((*tensors, call.cu_seqlens_q, call.cu_seqlens_k)):
-        y, lse, _ = torch.ops.backlight.attention(*pack(call, backend), False)
-    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        y, lse = _apply_unobserved(call, backend, *tensors)
-    else:
-        y, lse, _ = _forward(call, backend, False)
+    if unobserved((*_inputs(call), call.cu_seqlens_q, call.cu_seqlens_k)):
+        return attention_unobserved(call, backend, True)  # type: ignore[return-value]
+    y, lse, _ = torch.ops.backlight.attention(*pack(call, backend), False)
     return y, lse
+
+
+def attention_unobserved(
+    call: Call, backend: str | None, return_lse: bool, packed: tuple[Tensor | None, ...] = ()
+) -> tuple[Tensor, Tensor | None]:
+    """`attention` where nobody looks; lse only where it is wanted.
+
+    packed: the caller's q, k, v, bias, sink, tau, gate where those of the call are views that autograd has not seen; results
+    are packed too.
+    """
+    tensors = packed or _inputs(call)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        found = _apply_unobserved(call, backend, return_lse, *tensors)
+        return found if return_lse else (found, None)
+    y, lse, _ = _forward(call, backend, False)
+    return (_packed(y), lse[0]) if packed else (y, lse)
+
+
+def _inputs(call: Call) -> tuple[Tensor | None, ...]:
+    return call.q, call.k, call.v, call.bias, call.sink, call.tau, call.gate

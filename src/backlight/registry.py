@@ -16,7 +16,12 @@ ORDER = ("hopper", "triton", "tiled")
 
 @runtime_checkable
 class Backend(Protocol):
-    """What a backend folder exports as `BACKEND`."""
+    """What a backend folder exports as `BACKEND`.
+
+    Optional: `again(call, tensors, choice)`, after a forward (tensors = (), choice = save_u) or a backward (tensors = y, lse,
+    u, dy, dlse, choice = needs): a function of `inputs(call)` and those tensors that does the same for every call of that
+    layout in which q, k, v are as many different tensors, and returns None when it cannot just now. None: there is none.
+    """
 
     name: str
     summary: str
@@ -60,6 +65,12 @@ def get(name: str) -> Backend:
 def refusals(call: Call) -> dict[str, tuple[str, ...]]:
     """Every backend in order with its reasons against this call; empty reasons = it can run."""
     return {name: get(name).available() or get(name).why_not(call) for name in ORDER}
+
+
+def inputs(call: Call) -> tuple[Tensor | None, ...]:
+    """The tensors of a call; borders of keys that are those of the rows stand there once."""
+    cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
+    return call.q, call.k, call.v, call.bias, call.sink, call.tau, call.gate, cu_q, None if cu_k is cu_q else cu_k
 
 
 def choose(call: Call, name: str | None) -> Backend:

@@ -15,8 +15,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from backlight.backends.hopper import small
 from backlight.backends.hopper.config import padded
-from backlight.backends.hopper.program import launched
+from backlight.backends.hopper.program import check_borders, launched
 from backlight.backends.hopper.replay import Replay, descriptor, fields_of, start
 from backlight.call import Call, Memory, layout_of
 from backlight.config import overridden
@@ -146,9 +147,7 @@ class Launch:
     def __init__(self, call: Call, *others: Tensor | None, choices: Hashable = None):
         self.call = call
         self.known = knowledge((call.layout, choices, *[None if x is None else layout_of(x) for x in others]))
-        if call.varlen and not (call.q.is_cuda and torch.cuda.is_current_stream_capturing()):
-            # wrong cu_seqlens would send kernels out of bounds; a graph under capture was checked when it was warmed up
-            call.segments()
+        check_borders(call)
         self.batch, self.heads, self.sq, self.d = call.q.shape
         self.kv_heads, self.sk, self.dv = call.k.shape[1], call.k.shape[2], call.v.shape[3]
         self.bd, self.bdv = padded(self.d), padded(self.dv)
@@ -220,15 +219,33 @@ class Launch:
         """cu_seqlens_q, cu_seqlens_k, first tile of each sequence, number of sequences."""
         if cu_seqlens is None:
             return self.call.q, self.call.q, self.call.q, 0
-        return self.call.cu_seqlens_q, self.call.cu_seqlens_k, first_tiles(cu_seqlens, block), cu_seqlens.shape[0] - 1
+        return self.call.cu_seqlens_q, self.call.cu_seqlens_k, self.first_tiles(cu_seqlens, block), cu_seqlens.shape[0] - 1
+
+    def first_tiles(self, cu_seqlens: Tensor, block: int) -> Tensor:
+        """Tiles of one head before each packed sequence, and in all: [Z + 1] int32."""
+        first = torch.empty(cu_seqlens.shape, dtype=torch.int32, device=cu_seqlens.device)
+
+        def describe() -> dict[str, Any]:
+            args = [cu_seqlens, first, cu_seqlens.shape[0] - 1, block]
+            return {"grid": (1,), "args": args, "constants": {"BLOCK": small.BLOCK}, "num_warps": 4}
+
+        side = "keys" if cu_seqlens is self.call.cu_seqlens_k else "rows"
+        self.start(small._first_tiles_kernel, (cu_seqlens, first), describe, f"{side} {block}")
+        return first
+
+    def head_sums(self, parts: Tensor, tiles: int, dtype: torch.dtype, which: str) -> Tensor:
+        """[Hq] sums of parts [B, Hq, tiles]."""
+        out = torch.empty(self.heads, dtype=dtype, device=parts.device)
+
+        def describe() -> dict[str, Any]:
+            args = [parts, out, self.batch, self.heads, tiles]
+            return {"grid": (self.heads,), "args": args, "constants": {"BLOCK": small.BLOCK}, "num_warps": 4}
+
+        self.start(small._head_sums_kernel, (parts, out), describe, which)
+        return out
 
 
 @lru_cache(maxsize=16)
 def nothing(device: torch.device) -> Tensor:
     """Stands for a counter that no kernel reads."""
     return torch.empty(0, dtype=torch.int32, device=device)
-
-
-def first_tiles(cu_seqlens: Tensor, block: int) -> Tensor:
-    tiles = (cu_seqlens.diff() + block - 1) // block
-    return torch.nn.functional.pad(tiles.cumsum(0, dtype=torch.int32), (1, 0))

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backlight.backends.hopper.replay import Replay
+from backlight.backends.hopper.replay import Replay, heard, stream_of
 from backlight.call import Call, Memory, layout_of
 from backlight.config import overridden
 
@@ -25,29 +26,73 @@ ALLOCATORS = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, a
 _active = threading.local()
 
 
+# parts of a workspace begin where an allocation of their own could
+ALIGNMENT = 512
+# torch's allocation for compiled code: on the current device, and with less parsing of arguments
+_empty_strided_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+class Prepared(Memory[list[tuple[Callable[..., Any], Sequence[Any]]]]):
+    MOST = 256
+
+
 class Program:
-    """What a host function did, with numbers for tensors: inputs first, then constants, then allocations."""
+    """What a host function did, as memory and launches on it.
+
+    Memory: inputs that kernels use, results, workspaces that hold all else that was allocated. A launch knows its tensors by
+    number of memory and offset. The allocator hands out the same addresses again and again, and launches with equal addresses
+    have equal arguments, which are kept.
+
+    used:        numbers of inputs.
+    allocations: shape, strides, dtype and device of each, results first; `zeroed`: numbers of those that begin as zeros.
+    returned:    numbers among inputs and allocations, in order or by name.
+    """
 
     def __init__(
         self,
-        constants: Sequence[Tensor],
-        allocations: Sequence[tuple[Tensor, bool]],
-        launches: Sequence[tuple[Replay, Sequence[int]]],
-        results: dict[str, int | None] | Sequence[int | None],
+        used: Sequence[int],
+        allocations: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]],
+        zeroed: Sequence[int],
+        launches: Sequence[tuple[Replay, Sequence[tuple[int, int]]]],
+        returned: dict[str, int | None] | Sequence[int | None],
     ):
-        self.constants, self.launches, self.results = constants, launches, results
-        self.allocations = [(x.shape, x.stride(), x.dtype, x.device, zeros) for x, zeros in allocations]
+        self.used, self.allocations, self.zeroed, self.launches, self.returned = used, allocations, zeroed, launches, returned
+        self.on_gpu = _empty_strided_cuda is not None and all(device.type == "cuda" for *_, device in allocations)
+        self.prepared = Prepared()
 
-    def __call__(self, inputs: Sequence[Tensor | None]) -> Any:
-        tensors: list[Any] = [*inputs, *self.constants]
-        for shape, stride, dtype, device, zeros in self.allocations:
-            made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            tensors.append(made.zero_() if zeros else made)
-        for replay, numbers in self.launches:
-            replay([tensors[number] for number in numbers])
-        if isinstance(self.results, dict):
-            return {name: None if number is None else tensors[number] for name, number in self.results.items()}
-        return tuple([None if number is None else tensors[number] for number in self.results])
+    def __call__(self, inputs: Sequence[Any]) -> Any:
+        if self.on_gpu:
+            made = [_empty_strided_cuda(shape, stride, dtype) for shape, stride, dtype, _ in self.allocations]
+        else:
+            empty = torch.empty_strided
+            made = [empty(shape, stride, dtype=dtype, device=device) for shape, stride, dtype, device in self.allocations]
+        for number in self.zeroed:
+            made[number].zero_()
+        if self.launches:
+            stream = stream_of(inputs[0].get_device())
+            key = (0, stream, *[inputs[number].data_ptr() for number in self.used], *[x.data_ptr() for x in made])
+            prepared = self.prepared.get(key)
+            if prepared is None or heard():
+                prepared = self.prepare(key, stream)
+            for launcher, args in prepared:
+                launcher(*args)
+        tensors = (*inputs, *made)
+        if isinstance(self.returned, dict):
+            return {name: None if number is None else tensors[number] for name, number in self.returned.items()}
+        return tuple([None if number is None else tensors[number] for number in self.returned])
+
+    def again(self, inputs: Sequence[Any]) -> Any:
+        """None while a configuration is forced: it would be missed."""
+        return None if overridden() else self(inputs)
+
+    def prepare(self, addresses: Sequence[int], stream: int) -> list[tuple[Callable[..., Any], Sequence[Any]]]:
+        prepared = [
+            replay.prepared([addresses[number] + offset for number, offset in memory], stream)
+            for replay, memory in self.launches
+        ]
+        if not heard():
+            self.prepared[tuple(addresses)] = prepared
+        return prepared
 
 
 class Recording(TorchDispatchMode):
@@ -88,24 +133,40 @@ class Recording(TorchDispatchMode):
 
     def program(self, results: Any) -> Program | None:
         """None where a tensor comes from elsewhere, or torch has computed something."""
-        used = [x for _, tensors in self.launches for x in tensors]
-        found = list(results.values()) if isinstance(results, dict) else list(results)
-        wanted = {id(x) for x in (*used, *found) if x is not None}
-        made = [(x, zeros) for x, zeros in self.allocated if id(x) in wanted]
-        known = {id(x) for x in (*self.inputs, *(x for x, _ in made))}
-        # an empty tensor from elsewhere is as good in the next call
-        constants = [x for x in {id(x): x for x in used}.values() if id(x) not in known and not x.numel()]
-        numbers: dict[int, int] = {}
-        for number, x in enumerate((*self.inputs, *constants, *(x for x, _ in made))):
-            numbers.setdefault(id(x), number)
-        if not self.whole or not wanted <= numbers.keys():
+        if not self.whole:
             return None
-        outputs = [None if x is None else numbers[id(x)] for x in found]
+        found = list(results.values()) if isinstance(results, dict) else list(results)
+        taken = {id(x) for _, tensors in self.launches for x in tensors}
+        wanted = {id(x) for x in found if x is not None}
+        kept = [(x, zeros) for x, zeros in self.allocated if id(x) in wanted]
+        numbers: dict[int, int] = {}
+        for number, x in enumerate((*self.inputs, *(x for x, _ in kept))):
+            numbers.setdefault(id(x), number)
+        used = [number for number, x in enumerate(self.inputs) if id(x) in taken and numbers[id(x)] == number]
+        # where memory lies among the addresses of a call, which begin with nowhere and the stream
+        memory = {id(x): (2 + place, 0) for place, x in enumerate([*(self.inputs[n] for n in used), *(x for x, _ in kept)])}
+        allocations = [(tuple(x.shape), x.stride(), x.dtype, x.device) for x, _ in kept]
+        zeroed = [number for number, (_, zeros) in enumerate(kept) if zeros]
+        for zeros in (False, True):
+            parts = [x for x, filled in self.allocated if filled == zeros and x.numel() and id(x) in taken - wanted]
+            sizes = [-(-x.numel() * x.element_size() // ALIGNMENT) * ALIGNMENT for x in parts]
+            *offsets, size = accumulate(sizes, initial=0)
+            memory |= {id(x): (2 + len(used) + len(allocations), at) for x, at in zip(parts, offsets, strict=True)}
+            if size:
+                zeroed += [len(allocations)] * zeros
+                allocations.append(((size,), (1,), torch.uint8, parts[0].device))
+        # an empty tensor from elsewhere is as good in the next call, and lies nowhere
+        empty = {id(x): (0, 0) for _, tensors in self.launches for x in tensors if not x.numel()}
+        memory = empty | memory
+        if not (taken <= memory.keys() and wanted <= numbers.keys()):
+            return None
+        returned = [None if x is None else numbers[id(x)] for x in found]
         return Program(
-            constants,
-            made,
-            [(replay, [numbers[id(x)] for x in tensors]) for replay, tensors in self.launches],
-            dict(zip(results, outputs, strict=True)) if isinstance(results, dict) else outputs,
+            used,
+            allocations,
+            zeroed,
+            [(replay, [memory[id(x)] for x in tensors]) for replay, tensors in self.launches],
+            dict(zip(results, returned, strict=True)) if isinstance(results, dict) else returned,
         )
 
 
@@ -116,6 +177,12 @@ def launched(replay: Replay | None, tensors: Sequence[Tensor]) -> None:
         recording.launched(replay, tensors)
 
 
+def check_borders(call: Call) -> None:
+    """Wrong cu_seqlens would send kernels out of bounds; a graph under capture was checked when it was warmed up."""
+    if call.varlen and not (call.q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        call.check_borders()
+
+
 # None: the host function has to run itself
 _programs: Memory[Program | None] = Memory()
 _UNKNOWN = object()
@@ -123,14 +190,15 @@ _UNKNOWN = object()
 
 def replayed(host: Callable[..., Any], call: Call, tensors: Sequence[Tensor | None], choice: Hashable) -> Any:
     """`host(call, *tensors, choice)`, from its program where there is one."""
-    if call.varlen or overridden():
-        # borders between sequences are values, and are checked
+    check_borders(call)
+    if overridden():
         return host(call, *tensors, choice)
-    q, k, v = call.q, call.k, call.v
-    same = (k is q, v is q, v is k)
-    key = (host, same, call.layout, choice, *[None if x is None else layout_of(x) for x in tensors])
+    key = _key(host, call, tensors, choice)
     program = _programs.get(key, _UNKNOWN)
-    inputs = (q, k, v, call.bias, call.sink, call.tau, call.gate, *tensors)
+    # borders of keys that are those of the rows stand there once
+    cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
+    terms = (call.bias, call.sink, call.tau, call.gate)
+    inputs = (call.q, call.k, call.v, *terms, cu_q, None if cu_k is cu_q else cu_k, *tensors)
     if program is _UNKNOWN:
         with Recording(inputs) as recording:
             results = host(call, *tensors, choice)
@@ -138,6 +206,17 @@ def replayed(host: Callable[..., Any], call: Call, tensors: Sequence[Tensor | No
             _programs[key] = recording.program(results)
         return results
     return host(call, *tensors, choice) if program is None else program(inputs)  # type: ignore[operator]
+
+
+def known(host: Callable[..., Any], call: Call, tensors: Sequence[Tensor | None], choice: Hashable) -> Program | None:
+    """The program of `host(call, *tensors, choice)`."""
+    return None if overridden() else _programs.get(_key(host, call, tensors, choice))
+
+
+def _key(host: Callable[..., Any], call: Call, tensors: Sequence[Tensor | None], choice: Hashable) -> tuple[Any, ...]:
+    q, k, v = call.q, call.k, call.v
+    same = (k is q, v is q, v is k)
+    return (host, same, call.layout, choice, *[None if x is None else layout_of(x) for x in tensors])
 
 
 def _told_apart(inputs: Sequence[Tensor | None]) -> bool:

@@ -63,7 +63,7 @@ def _kind(arg: Any) -> Any:
     return arg.base.dtype if isinstance(arg, TensorDescriptor) else type(arg)
 
 
-def descriptor(tensor: Tensor, known: dict[str, Any]) -> TensorDescriptor:
+def descriptor(tensor: Any, known: dict[str, Any]) -> TensorDescriptor:
     """A descriptor without the checks, which cost more than a launch."""
     made = object.__new__(TensorDescriptor)
     made.__dict__.update(known, base=tensor)
@@ -73,6 +73,29 @@ def descriptor(tensor: Tensor, known: dict[str, Any]) -> TensorDescriptor:
 def fields_of(made: TensorDescriptor) -> dict[str, Any]:
     """All that a descriptor says besides its address."""
     return {name: value for name, value in vars(made).items() if name != "base"}
+
+
+class Address:
+    """Memory that a launch is given, as far as Triton looks at a tensor."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: int):
+        self.value = value
+
+    def data_ptr(self) -> int:
+        return self.value
+
+
+def heard() -> bool:
+    """Whether somebody (a profiler) wants to hear of launches, which only Triton's own function tells."""
+    runtime = knobs.runtime
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(hooks != NO_HOOKS or ENTER.calls or EXIT.calls)
+
+
+def stream_of(device: int) -> int:
+    return driver.active.get_current_stream(device)
 
 
 class Replay:
@@ -93,19 +116,20 @@ class Replay:
         self.direct = Direct.of(made, grid, self.args, self.holes)
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
-        direct, runtime = self.direct, knobs.runtime
-        hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
-        if direct is None or hooks != NO_HOOKS or ENTER.calls or EXIT.calls:
-            # a profiler hears of launches from Triton itself
-            self.run(*self.with_tensors(tensors))
-        elif not direct.launch(tensors):
-            direct.encode_and_launch(tensors, self.with_tensors(tensors))
+        launcher, args = self.prepared([x.data_ptr() for x in tensors], stream_of(tensors[0].get_device()))
+        launcher(*args)
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """The arguments as the kernel's signature has them."""
+    def prepared(self, addresses: Sequence[int], stream: int) -> tuple[Callable[..., Any], Sequence[Any]]:
+        """A function and its arguments that start the kernel on memory at these addresses."""
+        if self.direct is None or heard():
+            return self.run, self.arguments(addresses)
+        return self.direct.launcher, self.direct.prepared(addresses, stream, self.arguments)
+
+    def arguments(self, addresses: Sequence[int]) -> list[Any]:
+        """As the kernel's signature has them."""
         args = self.args.copy()
-        for (place, known), tensor in zip(self.holes, tensors, strict=True):
-            args[place] = tensor if known is None else descriptor(tensor, known)
+        for (place, known), address in zip(self.holes, addresses, strict=True):
+            args[place] = Address(address) if known is None else descriptor(Address(address), known)
         return args
 
 
@@ -124,7 +148,6 @@ class Direct:
         holes: Sequence[tuple[int, dict[str, Any] | None]],
     ):
         self.launcher, self.record = launcher, record
-        self.stream_of = driver.active.get_current_stream
         widths = [1] * len(args)
         for place, known in holes:
             widths[place] = 1 if known is None else 1 + 2 * len(known["shape"])
@@ -156,44 +179,37 @@ class Direct:
 
         return cls(launcher, record, args, holes)
 
-    def launch(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether every tensor map was at hand, so that the kernel is started."""
-        if not self.own:
-            return False
-        args = self.args.copy()
-        for (place, number), tensor in zip(self.places, tensors, strict=True):
-            address = tensor.data_ptr()
-            value = address if number is None else _maps.get((address, number))
-            if value is None:
-                return False
-            args[place] = value
-        self._start(args, tensors)
-        return True
+    def prepared(self, addresses: Sequence[int], stream: int, arguments: Callable[..., list[Any]]) -> Sequence[Any]:
+        """The launcher's arguments. Where tensor maps are missing, Triton makes them of the kernel's."""
+        values = [
+            address if number is None else _maps.get((address, number))
+            for (_, number), address in zip(self.places, addresses, strict=True)
+        ]
+        if not self.own or None in values:
+            values = self._encoded(addresses, arguments(addresses))
+        own, given = self.own.copy(), self.args.copy()
+        own[STREAM] = stream
+        for (place, _), value in zip(self.places, values, strict=True):
+            given[place] = value
+        return (*own, given) if self.nested else (*own, *given)
 
-    def encode_and_launch(self, tensors: Sequence[Tensor], args: Sequence[Any]) -> None:
-        """The same with tensor maps that Triton makes now."""
+    def _encoded(self, addresses: Sequence[int], args: Sequence[Any]) -> list[Any]:
+        """Addresses and tensor maps, made now."""
         taken = self.record(args)
         self.nested = isinstance(taken[-1], (list, tuple)) and len(taken[-1]) == self.width
         own, given = (taken[:-1], list(taken[-1])) if self.nested else (taken[: -self.width], taken[-self.width :])
-        without = given.copy()
-        for (place, number), tensor in zip(self.places, tensors, strict=True):
+        values: list[Any] = []
+        for (place, number), address in zip(self.places, addresses, strict=True):
             if number is None:
-                assert given[place] is tensor
-                given[place] = tensor.data_ptr()
+                assert given[place].data_ptr() == address
+                values.append(address)
             else:
-                _maps[tensor.data_ptr(), number] = given[place]
-            # nothing of a tensor may stay
-            without[place] = None
-        self.own, self.args = own, without
-        self._start(given, tensors)
-
-    def _start(self, args: list[Any], tensors: Sequence[Tensor]) -> None:
-        own = self.own.copy()
-        own[STREAM] = self.stream_of(tensors[0].get_device())
-        if self.nested:
-            self.launcher(*own, args)
-        else:
-            self.launcher(*own, *args)
+                values.append(given[place])
+                _maps[address, number] = given[place]
+            given[place] = None
+        # `own` last: it tells another thread that both are there
+        self.args, self.own = given, own
+        return values
 
 
 def _opened(wrapped: Any) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
