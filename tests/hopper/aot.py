@@ -23,6 +23,8 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
+from backlight.backends.hopper import small
+
 TARGET = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_MEMORY = 232448
@@ -103,18 +105,26 @@ class Compilation:
 
 @contextmanager
 def compiled(*modules: Any) -> Iterator[list[Report]]:
-    """Inside, launching a kernel of the modules (a jitted function named `_..._kernel`) compiles it and adds a report."""
+    """Inside, launching a kernel of the modules (jitted functions named `_..._kernel`) compiles it and adds a report.
+
+    Small kernels around them are left out, unless theirs is one of the modules.
+    """
     before, reports = [], []
     try:
-        for module in modules:
+        for module in {*modules, small}:
             for name, value in list(vars(module).items()):
                 if name.startswith("_") and name.endswith("_kernel"):
                     before.append((module, name, value))
-                    setattr(module, name, Compilation(value, reports))
+                    setattr(module, name, Compilation(value, reports) if module in modules else Idle())
         yield reports
     finally:
         for module, name, value in before:
             setattr(module, name, value)
+
+
+class Idle:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **options: None
 
 
 def hidden_exponentials(sass: str) -> int:

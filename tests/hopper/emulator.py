@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from backlight.backends.hopper import small
+
 PATIENCE = 20.0
 DTYPES = {"fp16": np.float16, "fp32": np.float32, "int32": np.int32, "int64": np.int64, "int1": np.bool_}
 OF_TORCH = {torch.float16: "fp16", torch.float32: "fp32", torch.int32: "int32", torch.int64: "int64"}
@@ -61,8 +63,9 @@ class Tensor(np.ndarray):
 
     type = types.SimpleNamespace(layout=None)
 
-    def to(self, dtype: str) -> Tensor:
-        return np.asarray(self).astype(DTYPES[dtype]).view(Tensor)
+    def to(self, dtype: str, bitcast: bool = False) -> Tensor:
+        values = np.asarray(self)
+        return tensor(values.view(DTYPES[dtype]) if bitcast else values.astype(DTYPES[dtype]))
 
 
 def tensor(value: Any) -> Tensor:
@@ -148,6 +151,26 @@ class Shared:
     def store(self, value: np.ndarray) -> None:
         assert self.array.shape == value.shape, (self.array.shape, value.shape)
         self.array[...] = np.asarray(value)
+
+
+class Ordered(Shared):
+    """Shared memory in the order of a linear layout: bit n of the offset stands for base n of the coordinates."""
+
+    def __init__(self, memory: np.ndarray, shape: tuple[int, ...], bases: list[list[int]]):
+        places = np.indices(shape)
+        self.offset = np.zeros(shape, np.int64)
+        for bit, base in enumerate(bases):
+            self.offset |= np.any([(place & step) != 0 for place, step in zip(places, base, strict=True)], 0) * (1 << bit)
+        assert np.array_equal(np.sort(self.offset, None), np.arange(memory.size)), "no permutation"
+        self.memory = memory.reshape(-1)
+
+    @property
+    def array(self) -> np.ndarray:  # type: ignore[override]
+        return self.memory[self.offset]
+
+    def store(self, value: np.ndarray) -> None:
+        assert self.offset.shape == value.shape, (self.offset.shape, value.shape)
+        self.memory[self.offset] = np.asarray(value)
 
 
 def flat(base: torch.Tensor) -> np.ndarray:
@@ -278,6 +301,14 @@ def tma_reduce_add(desc: Descriptor, coord: list[Any], src: Shared) -> None:
     _leave(add)
 
 
+def add_to_global(pointers: Pointer, values: Any) -> None:
+    offset = np.broadcast_to(np.asarray(pointers.offset), values.shape)
+    assert offset.min() >= 0
+    assert offset.max() < pointers.storage.size
+    with _machine.changed:
+        np.add.at(pointers.storage, offset, np.asarray(values))
+
+
 def store_wait(pendings: int) -> None:
     queue = _machine.queue("stores")
     while len(queue) > pendings:
@@ -287,7 +318,10 @@ def store_wait(pendings: int) -> None:
 def smem_reinterpret(mem: Shared, dtype: str, shape: Any, layout: Any) -> Shared:
     shape = tuple(int(size) for size in shape)
     if mem.array.size == np.prod(shape) and mem.array.dtype == DTYPES[dtype]:
-        return Shared(mem.array.reshape(shape))
+        memory = mem.memory if isinstance(mem, Ordered) else mem.array
+        if isinstance(layout, language.SharedLinearLayout):
+            return Ordered(memory, shape, layout.bases)
+        return Shared(memory.reshape(shape))
     raise AssertionError(f"{mem.array.shape} {mem.array.dtype} is not {shape} {dtype}")
 
 
@@ -340,14 +374,21 @@ _PTX = {
     "abs.f32": np.abs,
     "add.f32": np.add,
     "copysign.f32": lambda sign, value: np.copysign(value, sign),
+    "div.full.f32": np.divide,
     "ex2.approx.ftz.f32": np.exp2,
     "fma.rn.f32": lambda a, b, c: (np.float64(a) * b + c).astype(np.float32),
-    "max.f32": np.maximum,
+    "max.f32": np.fmax,
+    "max.s32": np.maximum,
+    "mov.b32": lambda x: x.view(np.int32 if x.dtype == np.float32 else np.float32),
+    "mov.f32": lambda x: x,
     "mul.f32": np.multiply,
+    "or.pred": np.logical_or,
     "rcp.approx.ftz.f32": np.reciprocal,
     "selp.f32": lambda a, b, p: np.where(p, a, b),
+    "setp.eq.f32": np.equal,
     "setp.gt.f32": np.greater,
     "setp.le.f32": np.less_equal,
+    "setp.neu.f32": np.not_equal,
     "sub.f32": np.subtract,
     "vote.sync.any.pred": lambda p, lanes: np.full_like(p, p.any()),
 }
@@ -361,7 +402,7 @@ def run_ptx(text: str, inputs: list[np.ndarray], n_outputs: int) -> list[np.ndar
     def value(operand: str) -> Any:
         if operand.startswith("0f"):
             return np.uint32(int(operand[2:], 16)).view(np.float32)
-        return int(operand, 16) if operand.startswith("0x") else registers[operand]
+        return int(operand, 0) if operand[0].isdigit() else registers[operand]
 
     at = 0
     while at < len(lines):
@@ -371,7 +412,8 @@ def run_ptx(text: str, inputs: list[np.ndarray], n_outputs: int) -> list[np.ndar
             continue
         taken = True
         if words[0].startswith("@"):
-            flags = registers[words.pop(0)[1:]]
+            name = words.pop(0)[1:]
+            flags = registers[name.removeprefix("!")] != name.startswith("!")
             assert flags.all() == flags.any(), "threads of a warp would part"
             taken = bool(flags.all())
         if words[0] in ("bra", "bra.uni"):
@@ -391,7 +433,7 @@ def _float(function: Callable[..., Any]) -> Callable[..., Tensor]:
 class language:
     """What kernels use of `gl` and of `tl`."""
 
-    float32, float16, int32, int64, int1 = "fp32", "fp16", "int32", "int64", "int1"
+    float32, float16, bfloat16, int32, int64, int1 = "fp32", "fp16", "bf16", "int32", "int64", "int1"
     exp2, log2 = staticmethod(_float(np.exp2)), staticmethod(_float(np.log2))
     abs = staticmethod(lambda x: tensor(np.abs(x)))
     maximum = staticmethod(lambda a, b: tensor(np.maximum(a, b)))
@@ -404,13 +446,19 @@ class language:
     convert_layout = staticmethod(lambda x, layout, assert_trivial=False: x)
     arange = staticmethod(lambda a, b, layout=None: tensor(np.arange(a, b, dtype=np.int32)))
     cdiv = staticmethod(lambda a, b: -(-a // b))
+    cumsum = staticmethod(lambda x, axis: tensor(np.cumsum(np.asarray(x), axis, dtype=x.dtype)))
+    div_rn = staticmethod(_float(np.divide))
     static_range = range
     constexpr = staticmethod(lambda x: x)
     to_tensor = staticmethod(tensor)
     program_id = staticmethod(lambda axis: tensor(np.int32(_machine.local.pid[axis])))
     num_programs = staticmethod(lambda axis: _machine.local.grid[axis])
-    NVMMADistributedLayout = DotOperandLayout = SliceLayout = SharedLinearLayout = staticmethod(lambda *a, **k: None)
+    NVMMADistributedLayout = DotOperandLayout = SliceLayout = staticmethod(lambda *a, **k: None)
     BlockedLayout = SwizzledSharedLayout = DistributedLinearLayout = staticmethod(lambda *a, **k: None)
+
+    class SharedLinearLayout:
+        def __init__(self, offset_bases: list[list[int]], **_: Any):
+            self.bases = offset_bases
 
     class NVMMASharedLayout:
         get_default_for = staticmethod(lambda *a, **k: None)
@@ -437,7 +485,8 @@ class language:
         if isinstance(layout, mbarrier.MBarrierLayout):
             return Barriers(shape[0])
         poison = np.nan if dtype.startswith("fp") else np.iinfo(DTYPES[dtype]).max
-        return Shared(np.full(shape, poison, DTYPES[dtype]))
+        memory = np.full(shape, poison, DTYPES[dtype])
+        return Ordered(memory, shape, layout.bases) if isinstance(layout, language.SharedLinearLayout) else Shared(memory)
 
     @staticmethod
     def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
@@ -463,8 +512,9 @@ class language:
 
     @staticmethod
     def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], dtype: str, is_pure: bool, pack: int) -> Tensor:
-        (x,) = args
-        outputs = run_ptx(asm, list(np.asarray(x).reshape(-1, pack).T), pack)
+        x = args[0]
+        inputs = [np.broadcast_to(np.asarray(arg, np.float32), x.shape).reshape(-1, pack).T for arg in args]
+        outputs = run_ptx(asm, [register for some in inputs for register in some], pack)
         return tensor(np.stack(outputs, 1).reshape(x.shape).astype(DTYPES[dtype]))
 
     @staticmethod
@@ -513,6 +563,8 @@ REPLACED = {
     "_per_thread": lambda shape, layout: 32,
     "weights16": lambda weight, dtype: np.maximum(weight, 0).to(dtype),
     "survivors": lambda weight, bar, dtype: (weight > bar).to(dtype),
+    "above": lambda x, limit: language.where(x > limit, 1.0, 0.0),
+    "add_quads": add_to_global,
     "bar_sync": bar_sync,
     "end_block": lambda *args: None,
     "bar_arrive": bar_arrive,
@@ -576,12 +628,12 @@ def argument(value: Any) -> Any:
 
 @contextmanager
 def emulated(*modules: Any, late: bool = False) -> Iterator[None]:
-    """Inside, every kernel of the modules (a jitted function named `_..._kernel`) runs in the emulator."""
+    """Inside, every kernel of the modules (a jitted function named `_..._kernel`) and every small one runs in the emulator."""
     before = []
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     try:
-        for module in modules:
+        for module in (*modules, small):
             for name, value in list(vars(module).items()):
                 if name.startswith("_") and name.endswith("_kernel"):
                     before.append((module, name, value))

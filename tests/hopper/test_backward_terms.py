@@ -151,7 +151,7 @@ def test_gate_strides(awkward: str) -> None:
         (dbias, "    tma_reduce_add(p.diagonals_desc, [plane + 1, row >> 1, 0], box)\n", ""),
         (dbias, "slot = offset & (p.SLOTS - 1)", "slot = offset * 0"),
         (backward, "-INF if p.TAU else 0.0", "0.0"),
-        (backward, "dp = gl.where(at > limit, dp, 0.0)", "pass"),
+        (backward, "dp = dp * above(at, limit)", "pass"),
         (backward, "ds = ds * cap_slope(s)", "pass"),
         (prepass, "delta -= tau * mean", "pass"),
         (prepass, "share = tl.where(n == 1,", "share = tl.where(n == 0,"),

@@ -21,7 +21,7 @@ from backlight.spec import AttentionSpec
 
 # 128 rows x 128 keys at D <= 64: addresses that do not change in the loop are spilled, a few loads an iteration; smaller tiles
 # spill nothing and are slower (docs/hopper.md). Heads wider than 128: around the loops
-ALLOWED_SPILLS = {("_bwd_kernel", 64): 200, ("_dq_kernel", 256): 400, ("_fwd_kernel", 256): 100}
+ALLOWED_SPILLS = {("_bwd_kernel", 64): 200, ("_bwd_kernel", 256): 80, ("_dq_kernel", 256): 400, ("_fwd_kernel", 256): 100}
 ENTRY_REGISTERS = {"_fwd_kernel": (128, 168), "_bwd_kernel": (168,), "_dq_kernel": (168,)}
 NEEDED = {
     "_fwd_kernel": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"),
@@ -96,7 +96,7 @@ MANY = (
 def examine(variant: Variant) -> None:
     reports = variant.reports()
     main = {"_fwd_kernel", "_bwd_kernel"}
-    split = variant.deterministic or variant.width > 128
+    split = variant.deterministic
     assert {report.kernel for report in reports} == main | {"_prepass_kernel", "_dq_kernel" if split else "_dq_convert_kernel"}
     for report in reports:
         assert report.spills <= ALLOWED_SPILLS.get((report.kernel, variant.width), 0), str(report)
@@ -109,7 +109,9 @@ def examine(variant: Variant) -> None:
         for opcode in NEEDED.get(report.kernel, ()):
             assert report.has(opcode), f"{report}: no {opcode}"
         if report.kernel == "_bwd_kernel":
-            assert report.has("UTMAREDG") != split, str(report)
+            # dq tiles through shared memory; from the registers of wide heads, 16 bytes at a time
+            assert report.has("UTMAREDG") == (not split and variant.width <= 128), str(report)
+            assert report.has("REDG") == (not split and variant.width > 128), str(report)
         if report.kernel == "_fwd_kernel" and variant.width <= 128:
             # one thread's share of 64 x 128 scores over 128 threads
             assert hidden_exponentials(report.sass) >= 60, f"{report}: {hidden_exponentials(report.sass)} of 64"

@@ -22,7 +22,8 @@ from backlight.spec import AttentionSpec
 BF16, FP16 = torch.bfloat16, torch.float16
 # by warpgroups, of which three have 160 registers each: values of a tile, once around its loops
 ALLOWED_SPILLS = {3: 80, 2: 0}
-ALLOWED_SPILLS_CAP_AND_TAU = {2: 32}
+# with tau two sweeps share a tile's values; with Triton 3.6, which the kernels were timed with, 88 and none of them in a loop
+ALLOWED_SPILLS_TAU = {3: 176, 2: 32}
 
 
 def call_of(
@@ -45,7 +46,7 @@ def call_of(
 def report_of(call: Call, module: ModuleType = forward) -> Report:
     with compiled(module) as reports:
         module.forward(call, save_u=True)
-    (report,) = reports
+    (report,) = (report for report in reports if report.kernel == "_fwd_kernel")
     return report
 
 
@@ -65,7 +66,7 @@ def examine(call: Call, terms: tuple[str, ...]) -> None:
     report = report_of(call)
     config = elastic_config(call) if call.spec.tau else forward_config(call)
     consumers = config.consumers
-    allowed = ALLOWED_SPILLS_CAP_AND_TAU if {"softcap", "tau"} <= set(terms) else ALLOWED_SPILLS
+    allowed = ALLOWED_SPILLS_TAU if "tau" in terms else ALLOWED_SPILLS
     assert report.spills <= allowed[consumers], str(report)
     assert not report.warnings, str(report)
     assert report.shared <= SHARED_MEMORY, str(report)
@@ -114,7 +115,9 @@ def test_a_plain_kernel_holds_no_trace_of_terms(tmp_path: Path, monkeypatch: pyt
         return module_of(tmp_path / name, TESTS_OF_TERMS.sub("if False:", source))
 
     without = cut(forward, "forward_without.py")
-    monkeypatch.setattr(without, "with_terms", cut(tiles, "tiles_without.py").with_terms)
+    tiles_without = cut(tiles, "tiles_without.py")
+    for name in ("cap_of", "nearest", "scored", "seen_scores", "trusting", "with_bias"):
+        monkeypatch.setattr(without, name, getattr(tiles_without, name))
     assert instructions(report) == instructions(report_of(call, without))
     parameters = re.findall(r"\.param [^,)]*_fwd_kernel_param_\d+", report.ptx)
     with_bias = re.findall(r"\.param [^,)]*_fwd_kernel_param_\d+", report_of(call_of(d, ("bias",))).ptx)

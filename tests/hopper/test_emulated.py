@@ -106,6 +106,7 @@ def test_forward_configs(options: dict[str, object], config: ForwardConfig, late
         BackwardConfig(64, 128),
         BackwardConfig(64, 128, stages=3, overlap=True),
         BackwardConfig(128, 128, overlap=True),
+        BackwardConfig(64, 64, wide=True),
         BackwardConfig(64, 64, split=True, wide=True),
     ],
     ids=str,

@@ -94,15 +94,22 @@ def test_tiles(case: Case, late: bool) -> None:
 BIAS = {"causal": True, "bias": 60}
 TAU = {"causal": True, "tau": (-0.7, 0.4)}
 BROKEN = {
-    "band too short": (tiles, "(here < p.n_bias + s.shape[1] - 1)", "(here < p.n_bias)", forward, "with_terms", BIAS),
+    "band too short": (tiles, "(here < p.n_bias + s.shape[1] - 1)", "(here < p.n_bias)", forward, "seen_scores", BIAS),
     "distances of lower rows": (terms, "gl.expand_dims(down & 8, 1)", "gl.expand_dims(down & 0, 1)", tiles, "bias_tile", BIAS),
-    "slope at 0": (terms, "map(_bits, (1.0, *coeff", "map(_bits, (0.99, *coeff", terms, "TANH_32", {"softcap": 20.0}),
+    "slope at 0": (
+        terms,
+        "mul.f32 w, {factor}, {unit};",
+        "mul.f32 w, {factor}, {factor};",
+        terms,
+        "RATIO_32",
+        {"softcap": 20.0},
+    ),
     "large scores as small ones": (
         terms,
         "unless(LONG[0], ",
         "unless(99.0, ",
         terms,
-        "TANH_32",
+        "RATIO_32",
         {"softcap": 0.5},
     ),
     "sink in every column": (

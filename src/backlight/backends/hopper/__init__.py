@@ -47,13 +47,13 @@ def missing() -> tuple[str, ...]:
 
 
 @cache
-def host() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+def host() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """Host functions of the two directions and what runs them; with them comes Triton. An import statement takes its time."""
     from backlight.backends.hopper.backward import backward
     from backlight.backends.hopper.forward import forward
-    from backlight.backends.hopper.program import replayed
+    from backlight.backends.hopper.program import known, replayed
 
-    return forward, backward, replayed
+    return forward, backward, replayed, known
 
 
 # reasons against calls of a layout
@@ -117,14 +117,22 @@ class HopperBackend:
         return config | {"dq": dq_config(call)} if call.deterministic else config
 
     def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        forward, _, replayed = host()
+        forward, _, replayed, _ = host()
         return replayed(forward, call, (), save_u)
 
     def backward(
         self, call: Call, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]
     ) -> dict[str, Tensor]:
-        _, backward, replayed = host()
+        _, backward, replayed, _ = host()
         return replayed(backward, call, (y, lse, u, dy, dlse), needs)
+
+    def again(self, call: Call, tensors: tuple[Tensor | None, ...], choice: Any) -> Callable[..., Any] | None:
+        """The program of a direction; borders of packed sequences are values, which a program does not check."""
+        if call.varlen:
+            return None
+        forward, backward, _, known = host()
+        program = known(backward if tensors else forward, call, tensors, choice)
+        return None if program is None else program.again
 
 
 BACKEND = HopperBackend()

@@ -10,8 +10,8 @@ Eight warps do all matmuls with S and dP transposed; one warp loads, one adds dq
 
 dq leaves in the order of its register fragments (16-byte stores without bank conflicts) and is added to an fp32 accumulator by
 TMA; `dq.py` puts the permuted tiles back. dk and dv stay in registers over all query heads of the group, so only the order of
-the dq additions is free. SPLIT leaves dq to a kernel of its own: bitwise repeatable, or D too wide for five products. With
-heads wider than 128 (WIDE) the two warpgroups share 64 keys and split columns: p^T and ds^T both go through shared memory.
+the dq additions is free. SPLIT leaves dq to a kernel of its own: bitwise repeatable. With heads wider than 128 (WIDE) the two
+warpgroups share 64 keys and split columns: p^T and ds^T both go through shared memory, and dq leaves from the registers.
 
 Learned terms change the arithmetic between the matmuls only; what a call does not have is not compiled in. Row blocks that meet
 the bias table have loops of their own, and leave their ds for dbias (`dbias.py`). Parity contract: tests/hopper.
@@ -31,11 +31,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from backlight.backends.hopper.apart import apart_dk_dv
 from backlight.backends.hopper.band import band_dbias
 from backlight.backends.hopper.compat import Maybe, arguments, smem_reinterpret, tma_load, tma_reduce_add
 from backlight.backends.hopper.config import backward_config
 from backlight.backends.hopper.dbias import CELLS, GROUPS, Diagonals, add_diagonals, leave_diagonals
-from backlight.backends.hopper.dq import convert_dq, dq_fragments, dq_tile_layout, split_dq
+from backlight.backends.hopper.dq import above, add_fragments, convert_dq, dq_fragments, dq_tile_layout, split_dq
 from backlight.backends.hopper.launch import Launch
 from backlight.backends.hopper.prepass import Rows, prepass
 from backlight.backends.hopper.primitives import (
@@ -87,7 +88,8 @@ class Backward:
     dv_desc: tma.tensor_descriptor
     lse_desc: tma.tensor_descriptor
     delta_desc: tma.tensor_descriptor
-    acc_desc: tma.tensor_descriptor
+    acc_desc: Maybe
+    acc_ptr: Maybe
     share_desc: Maybe
     diagonals_desc: Maybe
     table_ptr: Maybe
@@ -143,6 +145,7 @@ class Backward:
     VARLEN: gl.constexpr
     SPLIT: gl.constexpr
     WIDE: gl.constexpr
+    DQ_TILES: gl.constexpr
     OVERLAP: gl.constexpr
     BAND_FIRST: gl.constexpr
     SLOTS: gl.constexpr
@@ -202,9 +205,9 @@ def in_band(p, i):
 @gluon.jit
 def reducer(p):
     """Adds what `gradients` leaves in shared memory to global memory: dq tiles, and diagonals of ds."""
-    if p.DBIAS or not p.SPLIT:
+    if p.DBIAS or p.DQ_TILES:
         dq_tile = p.dq_s
-        if not p.SPLIT:
+        if p.DQ_TILES:
             dq_tile = smem_reinterpret(p.dq_s, gl.float32, p.acc_desc.block_type.shape, p.acc_desc.layout)
         for member in range(p.group):
             for i in range(p.begin, p.end):
@@ -214,7 +217,7 @@ def reducer(p):
                         add_diagonals(p, p.kv_head * p.group + member, i)
                         tma.store_wait(0)
                         mbarrier.arrive(p.diagonals_empty.index(0), count=1)
-                if not p.SPLIT:
+                if p.DQ_TILES:
                     bar_sync(p.DQ_FULL, BOTH)
                     tma_reduce_add(p.acc_desc, [tile_row(p, member, i), 0], dq_tile)
                     tma.store_wait(0)
@@ -307,7 +310,7 @@ def row_block(p, dk, dv, member, limit, i, count, flushes, MASKED: gl.constexpr,
         # eq. 10, 11: the gradient of a key that did not survive stops at its weight, not at its p
         at = pt + gl.expand_dims(p.share_s.index(stage).load(row_l), 0)
         at16 = weights16(at, dtype)
-        dp = gl.where(at > limit, dp, 0.0)
+        dp = dp * above(at, limit)
         if MASKED:
             pt = gl.maximum(pt, 0.0)
     else:
@@ -322,8 +325,14 @@ def row_block(p, dk, dv, member, limit, i, count, flushes, MASKED: gl.constexpr,
         p.p_s.store(at16)
         p.ds_s.store(ds16)
         fence_async_shared()
+        dq_token = gl.zeros([BM, BD], gl.float32, dq_l)
+        if not p.SPLIT:
+            dq_token = warpgroup_mma(p.ds_s.permute((1, 0)), p.k_s, dq_token, use_acc=False, is_async=True)
         dv_token = warpgroup_mma(p.p_s, do, dv, is_async=True)
         dk_token = warpgroup_mma(p.ds_s, q, dk, is_async=True)
+        if not p.SPLIT:
+            # no room for a tile in shared memory; the additions run under the matmuls of dv and dk
+            add_fragments(p.acc_ptr, tile_row(p, member, i), warpgroup_mma_wait(2, deps=[dq_token]))
         dv = warpgroup_mma_wait(1, deps=[dv_token])
         bar_arrive(p.DO_EMPTY + stage, BOTH)
         dk = warpgroup_mma_wait(0, deps=[dk_token])
@@ -421,6 +430,7 @@ def _bwd_kernel(
     lse_desc,
     delta_desc,
     acc_desc,
+    acc_ptr,
     share_desc,
     diagonals_desc,
     table_ptr,
@@ -518,7 +528,8 @@ def _bwd_kernel(
         diagonals_s = gl.allocate_shared_memory(gl.float32, [BM // 8, GROUPS, CELLS], rows_l)
         edge_s = gl.allocate_shared_memory(gl.float32, [GROUPS, CELLS], rows_l)
         diagonals_empty = barriers(1, 1)
-    if not SPLIT:
+    DQ_TILES: gl.constexpr = not (SPLIT or WIDE)
+    if DQ_TILES:
         dq_s = gl.allocate_shared_memory(gl.float32, [BM, BD], dq_tile_layout(BM, BD))
     args = Backward(
         q_desc=q_desc,
@@ -530,6 +541,7 @@ def _bwd_kernel(
         lse_desc=lse_desc,
         delta_desc=delta_desc,
         acc_desc=acc_desc,
+        acc_ptr=acc_ptr,
         share_desc=share_desc,
         diagonals_desc=diagonals_desc,
         table_ptr=table_ptr,
@@ -585,6 +597,7 @@ def _bwd_kernel(
         VARLEN=VARLEN,
         SPLIT=SPLIT,
         WIDE=WIDE,
+        DQ_TILES=DQ_TILES,
         OVERLAP=OVERLAP,
         BAND_FIRST=BAND_FIRST,
         SLOTS=SLOTS,
@@ -614,7 +627,9 @@ def backward(
     # diagonals are added in the order in which CTAs come, and need the fragments of 128 keys
     fused = "dbias" in needs and not (call.deterministic or config.wide)
     diagonals = Diagonals.of(launch) if fused else None
-    if needs & {"dk", "dv"} or fused or not split:
+    if config.apart and not split:
+        apart_dk_dv(launch, rows, dk, dv)
+    elif needs & {"dk", "dv"} or fused or not split:
         _dk_dv(launch, rows, dk, dv, diagonals, split)
     if "dq" in needs:
         split_dq(launch, rows, dq) if split else convert_dq(launch, rows, dq)
@@ -648,7 +663,8 @@ def _dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, diagonals: Diagon
             launch.rows(dv, config.block_n, launch.bdv),
             rows.vector(lse2),
             rows.vector(delta),
-            rows.tiles_of_dq(launch.bd),
+            None if config.wide else rows.tiles_of_dq(launch.bd, config.block_m),
+            acc if config.wide and not split else None,
             None if share is None else rows.vector(share),
             None if diagonals is None else diagonals.boxes,
             table,
@@ -684,6 +700,7 @@ def _dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, diagonals: Diagon
         grid = (launch.key_tiles(config.block_n), launch.batch * launch.kv_heads)
         return {"grid": grid, "args": args, "constants": constants, "num_warps": 8, "maxnreg": 168}
 
+    acc = None if config.wide and split else acc
     terms = (share, None if diagonals is None else diagonals.acc, table, tau)
     tensors = (call.q, do, call.k, call.v, dk, dv, lse2, delta, acc, *terms, cu_q, cu_k, cu_tiles, first_tiles)
     launch.start(_bwd_kernel, tensors, describe)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from backlight.call import Call
 from backlight.config import resolve
 
@@ -15,6 +17,8 @@ BARRIERS = 1024
 TOGETHER = 8
 # rows of a sequence up to which 128 rows a tile beat 192 under a mask
 SHORT = 1024
+# and those from which a partition for each warpgroup is faster in the backward
+MEDIUM = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,7 @@ class ForwardConfig:
     together:     heads whose row blocks interleave (0: by the mask).
     early_p:      P is converted to 16 bits before O += P V of the block before is waited for; late_rescale: O is rescaled after
                   the next S = Q K^T is issued. Both take work out of the gap between two matmuls and cost registers.
+    trust:        blocks without mask and bias do without a maximum; tiles where that was wrong are done again.
     """
 
     block_n: int
@@ -36,6 +41,7 @@ class ForwardConfig:
     together: int = 0
     early_p: bool = False
     late_rescale: bool = False
+    trust: bool = False
 
     def __post_init__(self) -> None:
         if 2 * self.stages + self.pingpong * self.consumers > 8:
@@ -62,28 +68,37 @@ def forward_config(call: Call) -> ForwardConfig:
 
 def forward_heuristic(call: Call) -> ForwardConfig:
     width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
-    masked = call.spec.masked
+    masked, trust = call.spec.masked, trusts(call)
+    if width <= 64 and call.spec.softcap is not None:
+        # squares of scores need registers: fewer scores for each of the three
+        return ForwardConfig(64, 3, trust=trust)
     if width <= 64 and masked and rows_of(call) <= SHORT:
         return ForwardConfig(128, 2)
     if width <= 64:
-        return ForwardConfig(128, 3, pingpong=masked, late_rescale=masked)
+        return ForwardConfig(128, 3, pingpong=masked or trust, late_rescale=masked, trust=trust)
     if width <= 128:
-        return ForwardConfig(128, 2)
-    return ForwardConfig(64, 2, early_p=not masked, late_rescale=not masked)
+        return ForwardConfig(128, 2, trust=trust)
+    return ForwardConfig(64, 2, early_p=not masked, late_rescale=not masked and not trust, trust=trust)
+
+
+def trusts(call: Call) -> bool:
+    """Whether rows keep their first maximum: float16 has no room above it, and a window has few blocks without a mask."""
+    return call.q.dtype == torch.bfloat16 and call.spec.left is None
 
 
 def elastic_config(call: Call) -> ForwardConfig:
-    """With tau: no options but block_n, consumers, stages, persistent and together."""
+    """With tau: no options but block_n, consumers, stages, persistent, together and trust."""
     return resolve("hopper.elastic", lambda: elastic_heuristic(call))
 
 
 def elastic_heuristic(call: Call) -> ForwardConfig:
     width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
+    trust = trusts(call)
     if call.spec.softcap is not None:
         # a capped half block waits for the products of the other half: more registers each, or fewer scores
-        return ForwardConfig(128 if width <= 64 else 64, 2)
+        return ForwardConfig(128 if width <= 64 else 64, 2, trust=trust)
     short = call.spec.masked and rows_of(call) <= SHORT
-    return ForwardConfig(128, 3 if width <= 64 and not short else 2)
+    return ForwardConfig(128, 3 if width <= 64 and not short else 2, trust=trust)
 
 
 def share_q_and_o(config: ForwardConfig, bd: int, bdv: int) -> bool:
@@ -110,6 +125,7 @@ class BackwardConfig:
     split:   dq comes from a kernel of its own.
     wide:    heads wider than 128: two warpgroups share 64 keys and split columns.
     overlap: exp2 stays under the matmul of dp, which the compiler would wait for first.
+    apart:   a partition for each warpgroup, 128 x 128 tiles (`apart.py`).
     """
 
     block_m: int
@@ -118,6 +134,7 @@ class BackwardConfig:
     split: bool = False
     wide: bool = False
     overlap: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +153,14 @@ def backward_config(call: Call) -> BackwardConfig:
 def backward_heuristic(call: Call) -> BackwardConfig:
     width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
     if width > 128:
-        return BackwardConfig(64, 64, split=True, wide=True, overlap=True)
+        return BackwardConfig(64, 64, wide=True, overlap=True)
     if width > 64:
         return BackwardConfig(64, 128, overlap=True)
     if call.spec.softcap is not None:
         # the capped scores stay in registers
         return BackwardConfig(64, 128, overlap=True)
-    return BackwardConfig(128, 128)
+    plain = call.bias is None and call.tau is None
+    return BackwardConfig(128, 128, apart=plain and rows_of(call) > MEDIUM)
 
 
 def dq_config(call: Call) -> DqConfig:

@@ -3,6 +3,7 @@
 The main kernel adds dq tiles in the order of its register fragments; `_dq_convert_kernel` reads them through the same layout,
 scales and converts. `_dq_kernel` needs neither accumulator nor order of additions: NC consumer warpgroups own 64 rows each and
 visit their key blocks, s and dp recomputed, ds going from registers straight into ds k. Seven products instead of five.
+`add_fragments` is how tiles reach the accumulator without TMA.
 """
 
 # device code: compiled by Triton from its own types, never run by Python
@@ -85,6 +86,44 @@ def dq_tile_layout(BM, BD):
     return gl.SharedLinearLayout(offset_bases=bases, block_bases=[], alignment=1024)
 
 
+@gluon.constexpr_function
+def dq_half_layout(BD):
+    """The 64 rows of a warpgroup in the order of `dq_tile_layout(128, BD)`, of which they are a half."""
+    bases = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    column = 8
+    while column < BD:
+        bases.append([0, column])
+        column *= 2
+    return gl.SharedLinearLayout(offset_bases=[*bases, [16, 0], [32, 0]], block_bases=[], alignment=1024)
+
+
+@gluon.jit
+def add_fragments(acc_ptr, row, dq):
+    """Add a dq tile [64, BD], fragments in registers, to the accumulator rows from `row`: the order of `dq_tile_layout`."""
+    BD: gl.constexpr = dq.shape[1]
+    HALF: gl.constexpr = BD // 2
+    layout: gl.constexpr = dq.type.layout
+    line = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
+    column = gl.expand_dims(gl.arange(0, BD, gl.SliceLayout(0, layout)), 0)
+    # what the thread has in common first: the rest is an immediate
+    thread = column % 8 // 2 * 4 + line % 8 * 16 + line // 16 * (16 * HALF) + column // HALF * (64 * HALF)
+    fixed = column % 2 + line // 8 % 2 * 2 + column % HALF // 8 * 128
+    add_quads(((acc_ptr + row.to(gl.int64) * BD) + thread) + fixed, dq)
+
+
+@gluon.jit
+def add_quads(pointers, values):
+    """Add to global memory: four values that lie next to each other in a thread's registers and in memory, 16 bytes at once."""
+    gl.inline_asm_elementwise(
+        "{ red.global.add.v4.f32 [$4], {$8, $9, $10, $11}; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }",
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f",
+        [pointers.to(gl.int64), values],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=4,
+    )
+
+
 @gluon.jit(do_not_specialize=["n_segments", "heads", "sq", "tiles"])
 def _dq_convert_kernel(
     acc_desc,
@@ -132,7 +171,7 @@ def convert_dq(launch: Launch, rows: Rows, dq: Tensor) -> None:
 
     def describe() -> dict[str, Any]:
         args = [
-            rows.tiles_of_dq(launch.bd),
+            rows.tiles_of_dq(launch.bd, block),
             launch.rows(dq, block, launch.bd),
             rows.cu_q,
             rows.first_tiles,
@@ -238,6 +277,12 @@ def producer(p):
 
 
 @gluon.jit
+def above(x, limit):
+    """1.0 where x > limit, else 0: the product with it is part of the FFMA that follows, a selection would not be."""
+    return gl.inline_asm_elementwise("set.gt.f32.f32 $0, $1, $2;", "=f,f,f", [x, limit], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def key_block(p, q, do, dq, lse, delta, share, limit, j, W: gl.constexpr):
     BN: gl.constexpr = p.BN
     PIECES: gl.constexpr = len(pieces(p.DV, p.v_s.shape[2]))
@@ -273,7 +318,7 @@ def key_block(p, q, do, dq, lse, delta, share, limit, j, W: gl.constexpr):
     dp, pr = warpgroup_mma_wait(0, deps=[dp_token, pr])
     bar_arrive(V_EMPTY + v_stage, EVERYBODY)
     if p.share_ptr is not None:
-        dp = gl.where(pr + gl.expand_dims(share, 1) > limit, dp, 0.0)
+        dp = dp * above(pr + gl.expand_dims(share, 1), limit)
         pr = gl.maximum(pr, 0.0)
     ds = pr * (dp - gl.expand_dims(delta, 1))
     if p.cap is not None:

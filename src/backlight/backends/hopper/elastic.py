@@ -18,9 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from backlight.backends.hopper.again import LARGEST_SUM, doubtful, first_again, next_again, remember, ticket_of, valid
 from backlight.backends.hopper.primitives import (
     INF,
-    LN2,
     WM,
     bar_arrive,
     bar_sync,
@@ -38,6 +38,7 @@ from backlight.backends.hopper.terms import (
     sigmoid,
     sink_sums,
     survivors,
+    survivors_of,
     threshold,
     visible_count,
     weights16,
@@ -48,23 +49,63 @@ from backlight.backends.hopper.tiles import (
     HEAD,
     K_EMPTY,
     SEGMENT,
+    cap_of,
     draw,
     head_table,
     hide,
     lengths,
     load_gate,
+    lse_of,
+    nearest,
+    place,
     publish,
     published,
+    scored,
     seen_in,
     tile_blocks,
-    with_terms,
+    trusting,
+    with_bias,
 )
 
 
 @gluon.jit
-def elastic_producer(p):
-    """Q, K of all blocks, then K and V of all blocks, tile by tile; the rings of K and V count by themselves."""
+def elastic_send(p, head, z, block, ticket, k_count, v_count, turn):
+    """Q of a tile, K of all its blocks, then K and V of all blocks; the rings of K and V count by themselves."""
     BM: gl.constexpr = p.NC * WM
+    ST: gl.constexpr = p.ST
+    b = head // p.heads
+    h = head % p.heads
+    q_start, k_start, sq, sk = lengths(p, z)
+    i0 = block * BM
+    begin, _, _, end = tile_blocks(p, i0, BM, sq, sk)
+    publish(p, turn & 3, head, z, block, ticket)
+    for w in gl.static_range(p.NC):
+        mbarrier.wait(p.q_empty.index(w), (turn & 1) ^ 1)
+        mbarrier.expect(p.q_full.index(w), p.q_desc.block_type.nbytes)
+        load_tile(p.q_desc, b, h, q_start, sq, i0 + w * WM, p.q_full.index(w), p.q_s.index(w), p.VARLEN)
+    for j in range(2 * (end - begin)):
+        output = j >= end - begin
+        key = (end - 1 - j) * p.BN
+        if output:
+            key += (end - begin) * p.BN
+        stage = stage_of(k_count, ST)
+        if k_count >= ST:
+            bar_sync(K_EMPTY + stage, p.EVERYBODY)
+        mbarrier.expect(p.k_full.index(stage), p.k_desc.block_type.nbytes)
+        load_tile(p.k_desc, b, h // p.group, k_start, sk, key, p.k_full.index(stage), p.k_s.index(stage), p.VARLEN)
+        k_count += 1
+        if output:
+            stage = stage_of(v_count, ST)
+            if v_count >= ST:
+                bar_sync(p.V_EMPTY + stage, p.EVERYBODY)
+            mbarrier.expect(p.v_full.index(stage), p.v_desc.block_type.nbytes)
+            load_tile(p.v_desc, b, h // p.group, k_start, sk, key, p.v_full.index(stage), p.v_s.index(stage), p.VARLEN)
+            v_count += 1
+    return k_count, v_count
+
+
+@gluon.jit
+def elastic_producer(p):
     ST: gl.constexpr = p.ST
     tile = gl.program_id(0)
     k_count = tile * 0
@@ -73,43 +114,27 @@ def elastic_producer(p):
     while tile < p.n_tiles:
         next_tile, head, z, block, exists = draw(p, tile)
         if exists:
-            b = head // p.heads
-            h = head % p.heads
-            q_start, k_start, sq, sk = lengths(p, z)
-            i0 = block * BM
-            begin, _, _, end = tile_blocks(p, i0, BM, sq, sk)
-            publish(p, turn & 3, head, z, block)
-            for w in gl.static_range(p.NC):
-                mbarrier.wait(p.q_empty.index(w), (turn & 1) ^ 1)
-                mbarrier.expect(p.q_full.index(w), p.q_desc.block_type.nbytes)
-                load_tile(p.q_desc, b, h, q_start, sq, i0 + w * WM, p.q_full.index(w), p.q_s.index(w), p.VARLEN)
-            for j in range(2 * (end - begin)):
-                output = j >= end - begin
-                key = (end - 1 - j) * p.BN
-                if output:
-                    key += (end - begin) * p.BN
-                stage = stage_of(k_count, ST)
-                if k_count >= ST:
-                    bar_sync(K_EMPTY + stage, p.EVERYBODY)
-                mbarrier.expect(p.k_full.index(stage), p.k_desc.block_type.nbytes)
-                load_tile(p.k_desc, b, h // p.group, k_start, sk, key, p.k_full.index(stage), p.k_s.index(stage), p.VARLEN)
-                k_count += 1
-                if output:
-                    stage = stage_of(v_count, ST)
-                    if v_count >= ST:
-                        bar_sync(p.V_EMPTY + stage, p.EVERYBODY)
-                    mbarrier.expect(p.v_full.index(stage), p.v_desc.block_type.nbytes)
-                    load_tile(p.v_desc, b, h // p.group, k_start, sk, key, p.v_full.index(stage), p.v_s.index(stage), p.VARLEN)
-                    v_count += 1
+            k_count, v_count = elastic_send(p, head, z, block, tile, k_count, v_count, turn)
             turn += 1
         tile = next_tile
+    if p.TRUST:
+        for w in gl.static_range(p.NC):
+            mbarrier.wait(p.q_empty.index(w), (turn & 1) ^ 1)
+        for w in gl.static_range(p.NC):
+            tile = first_again(p, w)
+            while tile >= 0:
+                head, z, block, _ = place(p, tile)
+                next_tile = next_again(p, head, z, block, w)
+                k_count, v_count = elastic_send(p, head, z, block, -1 - (4 * tile + w), k_count, v_count, turn)
+                turn += 1
+                tile = next_tile
     # every arrival of the consumers is met, those of the last round included
     for i in gl.static_range(ST):
         if k_count >= ST - i:
             bar_sync(K_EMPTY + stage_of(k_count + i, ST), p.EVERYBODY)
         if v_count >= ST - i:
             bar_sync(p.V_EMPTY + stage_of(v_count + i, ST), p.EVERYBODY)
-    publish(p, turn & 3, END, 0, 0)
+    publish(p, turn & 3, END, 0, 0, 0)
     for w in gl.static_range(p.NC):
         mbarrier.wait(p.q_empty.index(w), (turn & 1) ^ 1)
         mbarrier.arrive(p.q_full.index(w), count=1)
@@ -137,6 +162,46 @@ def take_scores(p, q, count, s_l: gl.constexpr):
 
 
 @gluon.jit
+def add_block(
+    p,
+    q,
+    o,
+    u,
+    lse2,
+    share,
+    bar,
+    table_ptr,
+    column,
+    first,
+    block,
+    plain_begin,
+    plain_end,
+    sk,
+    k_count,
+    v_count,
+    PLAIN: gl.constexpr,
+):
+    """O and U with one block more. first: position of the first row; PLAIN: no mask, no bias."""
+    s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, p.BN, 16])
+    s = take_scores(p, q, k_count, s_l)
+    s = scored(p, s, cap_of(p, s))
+    if not PLAIN:
+        s = with_bias(p, s, table_ptr, column, block)
+    left, right = halves(s)
+    stage = stage_of(v_count, p.ST)
+    mbarrier.wait(p.v_full.index(stage), phase_of(v_count, p.ST))
+    outside = (block >= plain_end) | (block < plain_begin)
+    o, u = add_half(p, o, u, left, stage, lse2, share, bar, first, block, outside, sk, 0, PLAIN)
+    o, u = add_half(p, o, u, right, stage, lse2, share, bar, first, block, outside, sk, 1, PLAIN)
+    if p.SAVE_U:
+        o, u = warpgroup_mma_wait(0, deps=[o, u])
+    else:
+        o = warpgroup_mma_wait(0, deps=[o])
+    bar_arrive(p.V_EMPTY + stage, p.EVERYBODY)
+    return o, u
+
+
+@gluon.jit
 def halves(s):
     """[rows, n] as two tiles [rows, n / 2], left and right: registers only."""
     R: gl.constexpr = s.shape[0]
@@ -147,14 +212,14 @@ def halves(s):
 
 
 @gluon.jit
-def add_half(p, o, u, s, stage, lse2, share, bar, first, block, outside, sk, SIDE: gl.constexpr):
+def add_half(p, o, u, s, stage, lse2, share, bar, first, block, outside, sk, SIDE: gl.constexpr, PLAIN: gl.constexpr):
     """O and U with one half of a block; the products are left in flight. first: position of the first row."""
     HALF: gl.constexpr = s.shape[1]
     row_l: gl.constexpr = gl.SliceLayout(1, s.type.layout)
     dtype: gl.constexpr = p.q_desc.dtype
     share = gl.expand_dims(gl.convert_layout(share, row_l, assert_trivial=True), 1)
     weight = gl.exp2(s * p.unit_log2 - gl.expand_dims(gl.convert_layout(lse2, row_l, assert_trivial=True), 1)) + share
-    if p.HAS_LEFT or p.HAS_RIGHT or not p.EVEN:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
+    if (p.HAS_LEFT or p.HAS_RIGHT or not p.EVEN) and not PLAIN:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
         if outside:
             position = first + gl.arange(0, WM, row_l)
             if not p.SINK:
@@ -165,12 +230,23 @@ def add_half(p, o, u, s, stage, lse2, share, bar, first, block, outside, sk, SID
     v = p.v_s.index(stage).slice(SIDE * HALF, HALF, 0)
     o_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.v_s.shape[2], 16])
     a_l: gl.constexpr = gl.DotOperandLayout(0, o_l, 2)
-    a = gl.convert_layout(weights16(weight, dtype), a_l, assert_trivial=True)
-    o = warpgroup_mma(a, v, o, is_async=True)
+    a = weights16(weight, dtype)
+    o = warpgroup_mma(gl.convert_layout(a, a_l, assert_trivial=True), v, o, is_async=True)
     if p.SAVE_U:
-        m = gl.convert_layout(survivors(weight, bar, dtype), a_l, assert_trivial=True)
-        u = warpgroup_mma(m, v, u, is_async=True)
+        if PLAIN and dtype == gl.bfloat16:
+            m = survivors_of(a, bar)
+        else:
+            m = survivors(weight, bar, dtype)
+        u = warpgroup_mma(gl.convert_layout(m, a_l, assert_trivial=True), v, u, is_async=True)
     return o, u
+
+
+@gluon.jit
+def leave(p, b, h, q_start, sq, i0, W: gl.constexpr):
+    """O and U of a tile to global memory."""
+    store_tile(p.o_desc, b, h, q_start, sq, i0, p.o_s.index(W), p.VARLEN)
+    if p.SAVE_U:
+        store_tile(p.u_desc, b, h, q_start, sq, i0, p.u_s.index(W), p.VARLEN)
 
 
 @gluon.jit
@@ -200,6 +276,7 @@ def elastic_consumer(p, W: gl.constexpr):
         begin, plain_begin, plain_end, end = tile_blocks(p, i0, WM, sq, sk)
         begin = gl.minimum(begin, tile_end - 1)
         end = clamp(end, begin + 1, tile_end)
+        ticket = ticket_of(p, turn & 3)
         table_ptr = p.table_ptr
         column = i0
         if p.BIAS:
@@ -215,22 +292,37 @@ def elastic_consumer(p, W: gl.constexpr):
             row_sum = sink_sums(row_sum)
         if p.HAS_RIGHT:
             k_count = pass_by(p.k_full, K_EMPTY, tile_end - end, k_count, ST, p.EVERYBODY)
-        for j in range(end - begin):
+        near = nearest(p, begin, plain_end, end, column, ticket < 0)
+        for j in range(end - near):
             block = end - 1 - j
             s = take_scores(p, q, k_count, s_l)
             k_count += 1
-            s = with_terms(p, s, table_ptr, column, block)
+            s = with_bias(p, scored(p, s, cap_of(p, s)), table_ptr, column, block)
             if MASKED:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
                 if (block >= plain_end) | (block < plain_begin):
                     s = hide(p, s, position, block, sk)
             _p, row_max, row_sum, _rescale = softmax_step(s, row_max, row_sum, p.unit_log2, MASKED)
+        if p.FAR:
+            for _ in range(near - begin):
+                s = take_scores(p, q, k_count, s_l)
+                k_count += 1
+                y = cap_of(p, s)
+                if p.TRUST:
+                    _p, row_sum = trusting(p, s, y, row_max, row_sum)
+                else:
+                    _p, row_max, row_sum, _rescale = softmax_step(scored(p, s, y), row_max, row_sum, p.unit_log2, False)
         if p.HAS_LEFT:
             k_count = pass_by(p.k_full, K_EMPTY, begin - tile_begin, k_count, ST, p.EVERYBODY)
         total = gl.convert_layout(gl.sum(row_sum, 1), row_l, assert_trivial=True)
-        lse = gl.where(total == 0.0, -INF, row_max * p.unit + gl.log2(total) * LN2)
+        lse = gl.where(total == 0.0, -INF, lse_of(p, row_max, total))
         rows = i0 + gl.arange(0, WM, row_l)
         lse_row = head.to(gl.int64) * p.sq + q_start
-        gl.store(p.lse_ptr + lse_row + rows, lse, mask=rows < sq)
+        keep = rows < sq
+        if p.TRUST:
+            if doubtful(total, rows, sq, ticket, LARGEST_SUM):
+                remember(p, ticket, lse_row, i0, W)
+            keep = keep & valid(p, ticket, W)
+        gl.store(p.lse_ptr + lse_row + rows, lse, mask=keep)
 
         # from the natural logarithm, which the backward reads: both decide alike who survives
         lse2 = gl.where(total == 0.0, 0.0, lse * LOG2E)
@@ -243,23 +335,36 @@ def elastic_consumer(p, W: gl.constexpr):
         if p.HAS_RIGHT:
             k_count = pass_by(p.k_full, K_EMPTY, tile_end - end, k_count, ST, p.EVERYBODY)
             v_count = pass_by(p.v_full, p.V_EMPTY, tile_end - end, v_count, ST, p.EVERYBODY)
-        for j in range(end - begin):
-            block = end - 1 - j
-            s = take_scores(p, q, k_count, s_l)
+        near = nearest(p, begin, plain_end, end, column, ticket_of(p, turn & 3) < 0)
+        for j in range(end - near):
+            o, u = add_block(
+                p,
+                q,
+                o,
+                u,
+                lse2,
+                share,
+                bar,
+                table_ptr,
+                column,
+                i0 + sk - sq,
+                end - 1 - j,
+                plain_begin,
+                plain_end,
+                sk,
+                k_count,
+                v_count,
+                False,
+            )
             k_count += 1
-            s = with_terms(p, s, table_ptr, column, block)
-            left, right = halves(s)
-            stage = stage_of(v_count, ST)
-            mbarrier.wait(p.v_full.index(stage), phase_of(v_count, ST))
-            outside = (block >= plain_end) | (block < plain_begin)
-            o, u = add_half(p, o, u, left, stage, lse2, share, bar, i0 + sk - sq, block, outside, sk, 0)
-            o, u = add_half(p, o, u, right, stage, lse2, share, bar, i0 + sk - sq, block, outside, sk, 1)
-            if p.SAVE_U:
-                o, u = warpgroup_mma_wait(0, deps=[o, u])
-            else:
-                o = warpgroup_mma_wait(0, deps=[o])
-            bar_arrive(p.V_EMPTY + stage, p.EVERYBODY)
             v_count += 1
+        if p.FAR:
+            for j in range(near - begin):
+                o, u = add_block(
+                    p, q, o, u, lse2, share, bar, table_ptr, column, i0, near - 1 - j, 0, 0, sk, k_count, v_count, True
+                )
+                k_count += 1
+                v_count += 1
         mbarrier.arrive(p.q_empty.index(W), count=1)
         # read again: registers are short in the loops
         head = published(p, turn & 3, HEAD)
@@ -281,9 +386,11 @@ def elastic_consumer(p, W: gl.constexpr):
             u = u * gl.expand_dims(1.0 / gl.maximum(n, 1).to(gl.float32), 1)
             p.u_s.index(W).store(u.to(dtype))
         fence_async_shared()
-        store_tile(p.o_desc, b, h, q_start, sq, i0, o_s, p.VARLEN)
-        if p.SAVE_U:
-            store_tile(p.u_desc, b, h, q_start, sq, i0, p.u_s.index(W), p.VARLEN)
+        if p.TRUST:
+            if valid(p, ticket_of(p, turn & 3), W):
+                leave(p, b, h, q_start, sq, i0, W)
+        else:
+            leave(p, b, h, q_start, sq, i0, W)
         if p.HAS_LEFT:
             k_count = pass_by(p.k_full, K_EMPTY, begin - tile_begin, k_count, ST, p.EVERYBODY)
             v_count = pass_by(p.v_full, p.V_EMPTY, begin - tile_begin, v_count, ST, p.EVERYBODY)

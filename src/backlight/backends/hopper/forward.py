@@ -11,6 +11,7 @@ waits in the buffer that O leaves through. An absent term is None: neither an ar
 Registers: S and O fp32, P 16 bit. Shared memory: Q and O [NC, 64, D], K and V [ST, BN, D]. Parity: tests/hopper.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from backlight.backends.hopper.again import doubtful, first_again, largest_sum, next_again, remember, ticket_of, valid
 from backlight.backends.hopper.compat import Maybe, arguments, smem_reinterpret
 from backlight.backends.hopper.config import (
     ForwardConfig,
@@ -40,6 +42,7 @@ from backlight.backends.hopper.primitives import (
     INF,
     LN2,
     WM,
+    as_weights,
     bar_arrive,
     bar_sync,
     barriers,
@@ -47,12 +50,13 @@ from backlight.backends.hopper.primitives import (
     load_tile,
     mma_over_columns,
     phase_of,
+    rescaled,
     row_sum_layout,
     softmax_step,
     stage_of,
     store_tile,
 )
-from backlight.backends.hopper.terms import cap_factor, sigmoid, sink_sums, table_of, unit_of
+from backlight.backends.hopper.terms import cap_factor, sigmoid, single, sink_sums, table_of
 from backlight.backends.hopper.tiles import (
     BLOCK,
     END,
@@ -60,15 +64,22 @@ from backlight.backends.hopper.tiles import (
     K_EMPTY,
     SEGMENT,
     SLOT,
+    cap_of,
     draw,
     head_table,
     hide,
     lengths,
     load_gate,
+    lse_of,
+    nearest,
+    place,
     publish,
     published,
+    scored,
+    seen_scores,
     tile_blocks,
-    with_terms,
+    trusting,
+    with_bias,
 )
 from backlight.call import Call
 from backlight.spec import LOG2E
@@ -96,6 +107,7 @@ class Forward:
     o_s: gl.shared_memory_descriptor
     u_s: Maybe
     tile_s: gl.shared_memory_descriptor
+    again_s: Maybe
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
@@ -114,7 +126,9 @@ class Forward:
     right: gl.tensor
     unit: gl.tensor
     unit_log2: gl.tensor
+    unit_rest: gl.tensor
     cap_factor: Maybe
+    cap_log2: Maybe
     n_bias: Maybe
     bias_origin: Maybe
     D: gl.constexpr
@@ -129,6 +143,8 @@ class Forward:
     VARLEN: gl.constexpr
     PINGPONG: gl.constexpr
     SHARE_QO: gl.constexpr
+    FAR: gl.constexpr
+    TRUST: gl.constexpr
     SOFTCAP: gl.constexpr
     BIAS: gl.constexpr
     SINK: gl.constexpr
@@ -140,8 +156,37 @@ class Forward:
 
 
 @gluon.jit
-def producer(p):
+def send(p, head, z, block, ticket, count, turn):
+    """Q of a tile, then K and V of its blocks from right to left; returns how many blocks were sent so far."""
     BM: gl.constexpr = p.NC * WM
+    ST: gl.constexpr = p.ST
+    b = head // p.heads
+    h = head % p.heads
+    q_start, k_start, sq, sk = lengths(p, z)
+    i0 = block * BM
+    begin, _, _, end = tile_blocks(p, i0, BM, sq, sk)
+    publish(p, turn & 3, head, z, block, ticket)
+    for w in gl.static_range(p.NC):
+        mbarrier.wait(p.q_empty.index(w), (turn & 1) ^ 1)
+        mbarrier.expect(p.q_full.index(w), p.q_desc.block_type.nbytes)
+        load_tile(p.q_desc, b, h, q_start, sq, i0 + w * WM, p.q_full.index(w), p.q_s.index(w), p.VARLEN)
+    for j in range(end - begin):
+        key = (end - 1 - j) * p.BN
+        stage = stage_of(count, ST)
+        if count >= ST:
+            bar_sync(K_EMPTY + stage, p.EVERYBODY)
+        mbarrier.expect(p.k_full.index(stage), p.k_desc.block_type.nbytes)
+        load_tile(p.k_desc, b, h // p.group, k_start, sk, key, p.k_full.index(stage), p.k_s.index(stage), p.VARLEN)
+        if count >= ST:
+            bar_sync(p.V_EMPTY + stage, p.EVERYBODY)
+        mbarrier.expect(p.v_full.index(stage), p.v_desc.block_type.nbytes)
+        load_tile(p.v_desc, b, h // p.group, k_start, sk, key, p.v_full.index(stage), p.v_s.index(stage), p.VARLEN)
+        count += 1
+    return count
+
+
+@gluon.jit
+def producer(p):
     ST: gl.constexpr = p.ST
     tile = gl.program_id(0)
     count = tile * 0
@@ -149,36 +194,26 @@ def producer(p):
     while tile < p.n_tiles:
         next_tile, head, z, block, exists = draw(p, tile)
         if exists:
-            b = head // p.heads
-            h = head % p.heads
-            q_start, k_start, sq, sk = lengths(p, z)
-            i0 = block * BM
-            begin, _, _, end = tile_blocks(p, i0, BM, sq, sk)
-            publish(p, turn & 3, head, z, block)
-            for w in gl.static_range(p.NC):
-                mbarrier.wait(p.q_empty.index(w), (turn & 1) ^ 1)
-                mbarrier.expect(p.q_full.index(w), p.q_desc.block_type.nbytes)
-                load_tile(p.q_desc, b, h, q_start, sq, i0 + w * WM, p.q_full.index(w), p.q_s.index(w), p.VARLEN)
-            for j in range(end - begin):
-                key = (end - 1 - j) * p.BN
-                stage = stage_of(count, ST)
-                if count >= ST:
-                    bar_sync(K_EMPTY + stage, p.EVERYBODY)
-                mbarrier.expect(p.k_full.index(stage), p.k_desc.block_type.nbytes)
-                load_tile(p.k_desc, b, h // p.group, k_start, sk, key, p.k_full.index(stage), p.k_s.index(stage), p.VARLEN)
-                if count >= ST:
-                    bar_sync(p.V_EMPTY + stage, p.EVERYBODY)
-                mbarrier.expect(p.v_full.index(stage), p.v_desc.block_type.nbytes)
-                load_tile(p.v_desc, b, h // p.group, k_start, sk, key, p.v_full.index(stage), p.v_s.index(stage), p.VARLEN)
-                count += 1
+            count = send(p, head, z, block, tile, count, turn)
             turn += 1
         tile = next_tile
+    if p.TRUST:
+        for w in gl.static_range(p.NC):
+            mbarrier.wait(p.q_empty.index(w), (turn & 1) ^ 1)
+        for w in gl.static_range(p.NC):
+            tile = first_again(p, w)
+            while tile >= 0:
+                head, z, block, _ = place(p, tile)
+                next_tile = next_again(p, head, z, block, w)
+                count = send(p, head, z, block, -1 - (4 * tile + w), count, turn)
+                turn += 1
+                tile = next_tile
     # every arrival of the consumers is met, those of the last round included
     for i in gl.static_range(ST):
         if count >= ST - i:
             bar_sync(K_EMPTY + stage_of(count + i, ST), p.EVERYBODY)
             bar_sync(p.V_EMPTY + stage_of(count + i, ST), p.EVERYBODY)
-    publish(p, turn & 3, END, 0, 0)
+    publish(p, turn & 3, END, 0, 0, 0)
     for w in gl.static_range(p.NC):
         mbarrier.wait(p.q_empty.index(w), (turn & 1) ^ 1)
         mbarrier.arrive(p.q_full.index(w), count=1)
@@ -202,14 +237,80 @@ def pass_by(p, n, count, W: gl.constexpr):
 
 
 @gluon.jit
-def as_weights(p32, o, dtype: gl.constexpr):
-    """P as the register operand of the second matmul."""
-    return gl.convert_layout(p32.to(dtype), gl.DotOperandLayout(0, o.type.layout, 2), assert_trivial=True)
+def rescaled_after(p, o, rescale, block, near):
+    """O, rescaled as the softmax of `block` asks for."""
+    if p.TRUST:
+        if block >= near:
+            o = rescaled(o, rescale)
+    else:
+        o = rescaled(o, rescale)
+    return o
 
 
 @gluon.jit
-def rescaled(o, factor):
-    return o * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout), assert_trivial=True), 1)
+def advance(
+    p,
+    q,
+    o,
+    weights,
+    row_max,
+    row_sum,
+    rescale,
+    count,
+    block,
+    begin,
+    plain_begin,
+    plain_end,
+    position,
+    sk,
+    table_ptr,
+    column,
+    near,
+    W: gl.constexpr,
+):
+    """S of a block, O += P V of the one before it, then the softmax of this block under that matmul."""
+    BN: gl.constexpr = p.BN
+    ST: gl.constexpr = p.ST
+    dtype: gl.constexpr = p.q_desc.dtype
+    MASKED: gl.constexpr = p.HAS_LEFT or p.HAS_RIGHT or not p.EVEN
+    s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    stage = stage_of(count, ST)
+    previous = stage_of(count - 1, ST)
+    if p.PINGPONG:
+        bar_sync(p.TURN + W, 256)
+    s_token = mma_over_columns(q, p.k_s.index(stage), gl.zeros([WM, BN], gl.float32, s_l), p.D)
+    if p.LATE_RESCALE:
+        o = rescaled_after(p, o, rescale, block + 1, near)
+    mbarrier.wait(p.v_full.index(previous), phase_of(count - 1, ST))
+    o_token = warpgroup_mma(weights, p.v_s.index(previous), o, is_async=True)
+    if p.PINGPONG:
+        bar_arrive(p.TURN + (W + 1) % p.NC, 256)
+    s = warpgroup_mma_wait(1, deps=[s_token])
+    bar_arrive(K_EMPTY + stage, p.EVERYBODY)
+    rescale = gl.full([WM], 1.0, gl.float32, gl.SliceLayout(1, s_l))
+    y = cap_of(p, s)
+    if p.TRUST:
+        if block < near:
+            p32, row_sum = trusting(p, s, y, row_max, row_sum)
+        else:
+            s = seen_scores(p, s, y, table_ptr, column, position, block, plain_begin, plain_end, sk)
+            p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.unit_log2, MASKED)
+    else:
+        s = seen_scores(p, s, y, table_ptr, column, position, block, plain_begin, plain_end, sk)
+        p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.unit_log2, MASKED)
+    if p.EARLY_P:
+        new_weights = as_weights(p32, o, dtype)
+    # the wait for the next K tile ends the basic block: without it ptxas hoists the wgmma wait above the softmax
+    mbarrier.wait(p.k_full.index(stage_of(count + 1, ST)), phase_of(count + 1, ST), pred=block > begin)
+    if p.EARLY_P:
+        o, weights = warpgroup_mma_wait(0, deps=[o_token, new_weights])
+    else:
+        o, p32 = warpgroup_mma_wait(0, deps=[o_token, p32])
+        weights = as_weights(p32, o, dtype)
+    bar_arrive(p.V_EMPTY + previous, p.EVERYBODY)
+    if not p.LATE_RESCALE:
+        o = rescaled_after(p, o, rescale, block, near)
+    return o, weights, row_max, row_sum, rescale
 
 
 @gluon.jit
@@ -241,6 +342,7 @@ def consumer(p, W: gl.constexpr):
         begin, plain_begin, plain_end, end = tile_blocks(p, i0, WM, sq, sk)
         begin = gl.minimum(begin, tile_end - 1)
         end = clamp(end, begin + 1, tile_end)
+        ticket = ticket_of(p, turn & 3)
         table_ptr = p.table_ptr
         column = i0
         if p.BIAS:
@@ -261,70 +363,65 @@ def consumer(p, W: gl.constexpr):
         s_token = mma_over_columns(q, p.k_s.index(stage_of(count, ST)), gl.zeros([WM, BN], gl.float32, s_l), p.D)
         s = warpgroup_mma_wait(0, deps=[s_token])
         bar_arrive(K_EMPTY + stage_of(count, ST), p.EVERYBODY)
-        s = with_terms(p, s, table_ptr, column, end - 1)
+        s = with_bias(p, scored(p, s, cap_of(p, s)), table_ptr, column, end - 1)
         if MASKED:
             s = hide(p, s, position, end - 1, sk)
         p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.unit_log2, MASKED)
         weights = as_weights(p32, o, dtype)
         count += 1
         mbarrier.wait(p.k_full.index(stage_of(count, ST)), phase_of(count, ST), pred=end - begin > 1)
-        # S of this block, O += P V of the one before it, then the softmax of this block under that matmul. One loop for plain
-        # and masked blocks: the 16-bit P would be taken apart and packed again wherever two loops meet
+        near = nearest(p, begin, plain_end, end, column, ticket < 0)
         for j in range(end - 1 - begin):
-            block = end - 2 - j
-            stage = stage_of(count, ST)
-            previous = stage_of(count - 1, ST)
-            if p.PINGPONG:
-                bar_sync(p.TURN + W, 256)
-            s_token = mma_over_columns(q, p.k_s.index(stage), gl.zeros([WM, BN], gl.float32, s_l), p.D)
-            if p.LATE_RESCALE:
-                o = rescaled(o, rescale)
-            mbarrier.wait(p.v_full.index(previous), phase_of(count - 1, ST))
-            o_token = warpgroup_mma(weights, p.v_s.index(previous), o, is_async=True)
-            if p.PINGPONG:
-                bar_arrive(p.TURN + (W + 1) % p.NC, 256)
-            s = warpgroup_mma_wait(1, deps=[s_token])
-            bar_arrive(K_EMPTY + stage, p.EVERYBODY)
-            s = with_terms(p, s, table_ptr, column, block)
-            if p.HAS_LEFT or p.HAS_RIGHT:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
-                if (block >= plain_end) | (block < plain_begin):
-                    s = hide(p, s, position, block, sk)
-            p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.unit_log2, MASKED)
-            if p.EARLY_P:
-                new_weights = as_weights(p32, o, dtype)
-            # the wait for the next K tile ends the basic block: without it ptxas hoists the wgmma wait above the softmax
-            mbarrier.wait(p.k_full.index(stage_of(count + 1, ST)), phase_of(count + 1, ST), pred=block > begin)
-            if p.EARLY_P:
-                o, weights = warpgroup_mma_wait(0, deps=[o_token, new_weights])
-            else:
-                o, p32 = warpgroup_mma_wait(0, deps=[o_token, p32])
-                weights = as_weights(p32, o, dtype)
-            bar_arrive(p.V_EMPTY + previous, p.EVERYBODY)
-            if not p.LATE_RESCALE:
-                o = rescaled(o, rescale)
+            o, weights, row_max, row_sum, rescale = advance(
+                p,
+                q,
+                o,
+                weights,
+                row_max,
+                row_sum,
+                rescale,
+                count,
+                end - 2 - j,
+                begin,
+                plain_begin,
+                plain_end,
+                position,
+                sk,
+                table_ptr,
+                column,
+                near,
+                W,
+            )
             count += 1
         if p.LATE_RESCALE:
-            o = rescaled(o, rescale)
+            o = rescaled_after(p, o, rescale, begin, near)
 
-        if not p.SHARE_QO:
+        if not p.SHARE_QO and not p.TRUST:
             mbarrier.arrive(p.q_empty.index(W), count=1)
-        elif p.GATE:
+        elif p.GATE and p.SHARE_QO:
             load_gate(p, W, turn)
         last = stage_of(count - 1, ST)
         mbarrier.wait(p.v_full.index(last), phase_of(count - 1, ST))
         o_token = warpgroup_mma(weights, p.v_s.index(last), o, is_async=True)
         total = gl.convert_layout(gl.sum(row_sum, 1), row_l, assert_trivial=True)
-        # not through row_max * unit_log2 * ln 2: two rounded constants would show in the last bits
-        lse = row_max * p.unit + gl.log2(total) * LN2
+        lse = lse_of(p, row_max, total)
         # read again: registers are short in the loops
         head = published(p, turn & 3, HEAD)
         i0 = published(p, turn & 3, BLOCK) * (NC * WM) + W * WM
         q_start, _, sq, _ = lengths(p, published(p, turn & 3, SEGMENT))
+        ticket = ticket_of(p, turn & 3)
         b = head // p.heads
         h = head % p.heads
         rows = i0 + gl.arange(0, WM, row_l)
         lse_row = head.to(gl.int64) * p.sq + q_start
-        gl.store(p.lse_ptr + lse_row + rows, gl.where(total == 0.0, -INF, lse), mask=rows < sq)
+        keep = rows < sq
+        if p.TRUST:
+            if doubtful(total, rows, sq, ticket, largest_sum(dtype)):
+                remember(p, ticket, lse_row, i0, W)
+            keep = keep & valid(p, ticket, W)
+            if not p.SHARE_QO:
+                mbarrier.arrive(p.q_empty.index(W), count=1)
+        gl.store(p.lse_ptr + lse_row + rows, gl.where(total == 0.0, -INF, lse), mask=keep)
         inverse = gl.expand_dims(gl.convert_layout(1.0 / total, gl.SliceLayout(1, o_l), assert_trivial=True), 1)
         if not p.GATE:
             # the store of the tile before has left the buffer
@@ -341,7 +438,11 @@ def consumer(p, W: gl.constexpr):
             o = o * sigmoid(o_s.load(o_l).to(gl.float32))
         o_s.store(o.to(dtype))
         fence_async_shared()
-        store_tile(p.o_desc, b, h, q_start, sq, i0, o_s, p.VARLEN)
+        if p.TRUST:
+            if valid(p, ticket, W):
+                store_tile(p.o_desc, b, h, q_start, sq, i0, o_s, p.VARLEN)
+        else:
+            store_tile(p.o_desc, b, h, q_start, sq, i0, o_s, p.VARLEN)
         if p.SHARE_QO:
             tma.store_wait(0)
             mbarrier.arrive(p.q_empty.index(W), count=1)
@@ -395,12 +496,14 @@ def _fwd_kernel(
     right,
     unit,
     unit_log2,
+    unit_rest,
     gate_desc,
     u_desc,
     table_ptr,
     sink_ptr,
     tau_ptr,
     cap_factor,
+    cap_log2,
     n_bias,
     bias_origin,
     D: gl.constexpr,
@@ -417,6 +520,7 @@ def _fwd_kernel(
     VARLEN: gl.constexpr,
     PINGPONG: gl.constexpr,
     SHARE_QO: gl.constexpr,
+    TRUST: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     SLOTS: gl.constexpr = 4 if NC == 3 else NC
@@ -435,6 +539,11 @@ def _fwd_kernel(
     if gate_desc is not None:
         gate_full = barriers(NC, 1)
     tile_s = gl.allocate_shared_memory(gl.int32, [4 * SLOT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    again_s = None
+    if TRUST:
+        again_s = gl.allocate_shared_memory(gl.int32, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        for w in gl.static_range(NC):
+            again_s.index(w).store(gl.full([1], -1, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
     args = Forward(
         q_desc=q_desc,
         k_desc=k_desc,
@@ -456,6 +565,7 @@ def _fwd_kernel(
         o_s=o_s,
         u_s=u_s,
         tile_s=tile_s,
+        again_s=again_s,
         q_full=barriers(NC, 1),
         q_empty=barriers(NC, 1),
         k_full=barriers(ST, 1),
@@ -474,7 +584,9 @@ def _fwd_kernel(
         right=right,
         unit=unit,
         unit_log2=unit_log2,
+        unit_rest=unit_rest,
         cap_factor=cap_factor,
+        cap_log2=cap_log2,
         n_bias=n_bias,
         bias_origin=bias_origin,
         D=D,
@@ -489,6 +601,8 @@ def _fwd_kernel(
         VARLEN=VARLEN,
         PINGPONG=PINGPONG,
         SHARE_QO=SHARE_QO,
+        FAR=not HAS_LEFT,
+        TRUST=TRUST,
         SOFTCAP=cap_factor is not None,
         BIAS=table_ptr is not None,
         SINK=sink_ptr is not None,
@@ -564,7 +678,10 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
     sink, tau = (None if term is None else term.contiguous() for term in (call.sink, call.tau))
 
     def describe() -> dict[str, Any]:
-        config, unit = schedule.config, unit_of(call)
+        config, cap = schedule.config, call.spec.softcap
+        # of scores; with a cap they come in base 2 already
+        unit = call.scale if cap is None else LN2.value
+        unit_log2 = 1.0 if cap else unit * LOG2E
         args = [
             launch.rows(call.q, 64, launch.bd),
             launch.rows(call.k, config.block_n, launch.bd),
@@ -582,12 +699,14 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
             heads_together(call, config),
             *launch.geometry,
             unit,
-            unit * LOG2E,
+            unit_log2,
+            math.log(2.0) * single(unit_log2) - single(unit),
             *(None if x is None else launch.rows(x, 64, launch.bdv) for x in (gate, u)),
             table,
             sink,
             tau,
             cap_factor(call),
+            None if cap is None else cap * LOG2E,
             None if call.bias is None else call.bias.shape[1],
             None if call.bias is None else call.spec.bias_origin,
         ]
@@ -603,6 +722,7 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
             "LATE_RESCALE": config.late_rescale,
             "PINGPONG": config.pingpong,
             "SHARE_QO": share_q_and_o(config, launch.bd, launch.bdv),
+            "TRUST": config.trust and call.spec.left is None,
             **launch.flags,
         }
         maxnreg = 168 if config.consumers == 2 else 128

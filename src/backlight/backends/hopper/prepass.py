@@ -210,9 +210,9 @@ class Rows:
         # a split backward has none: any fp32 memory makes a valid descriptor that nobody uses
         return self.lse2 if self.acc is None else self.acc
 
-    def tiles_of_dq(self, width: int) -> TensorDescriptor:
+    def tiles_of_dq(self, width: int, block: int) -> TensorDescriptor:
         rows = 1 if self.acc is None else self.lse2.numel() - 64
-        return descriptor(self.accumulator, matrix_fields(rows, width, self.config.block_m))
+        return descriptor(self.accumulator, matrix_fields(rows, width, block))
 
 
 def prepass(
@@ -310,13 +310,10 @@ def prepass(
     terms = (gate, dgate, sink, dsink, tau, dtau, share, u, cu_k if has_tau else None)
     launch.start(_prepass_kernel, (*tensors, *terms), describe)
 
-    def total(parts: Tensor, dtype: torch.dtype) -> Tensor:
-        return parts.view(launch.batch, launch.heads, tiles).sum(dim=(0, 2)).to(dtype)
-
     if dgate is not None:
         out["dgate"] = dgate
     if call.sink is not None and "dsink" in needs:
-        out["dsink"] = total(dsink, call.sink.dtype)
+        out["dsink"] = launch.head_sums(dsink, tiles, call.sink.dtype, "dsink")
     if call.tau is not None and "dtau" in needs:
-        out["dtau"] = total(dtau, call.tau.dtype)
+        out["dtau"] = launch.head_sums(dtau, tiles, call.tau.dtype, "dtau")
     return rows

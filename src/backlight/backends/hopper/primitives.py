@@ -158,10 +158,35 @@ def softmax_step(s, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
         top = gl.where(new_max == -INF, 0.0, top)
     rescale = gl.exp2(row_max * scale_log2 - top)
     p = gl.exp2(s * scale_log2 - gl.expand_dims(top, 1))
-    sums = gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 8]), 1)
     factor = gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout), assert_trivial=True)
-    row_sum = row_sum * gl.expand_dims(factor, 1) + gl.convert_layout(sums, row_sum.type.layout, assert_trivial=True)
-    return p, new_max, row_sum, rescale
+    return p, new_max, row_sum * gl.expand_dims(factor, 1) + partial_sums(p, row_sum), rescale
+
+
+@gluon.jit
+def partial_sums(p, row_sum):
+    """What a block adds to the partial sums of its rows (`row_sum_layout`)."""
+    sums = gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 8]), 1)
+    return gl.convert_layout(sums, row_sum.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def as_weights(p32, o, dtype: gl.constexpr):
+    """P as the register operand of the second matmul."""
+    return gl.convert_layout(p32.to(dtype), gl.DotOperandLayout(0, o.type.layout, 2), assert_trivial=True)
+
+
+@gluon.jit
+def rescaled(o, factor):
+    return o * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout), assert_trivial=True), 1)
+
+
+@gluon.jit
+def log2_of_sum(total):
+    """log2 of what is positive, as accurate for large sums as for small ones: exponent and fraction by themselves."""
+    number = total.to(gl.int32, bitcast=True)
+    exponent = (number >> 23) - 127
+    fraction = ((number & 0x7FFFFF) | 0x3F800000).to(gl.float32, bitcast=True)
+    return gl.where(total < INF, exponent.to(gl.float32), total), gl.log2(fraction)
 
 
 # --- copies and matmuls ------------------------------------------------------------------------------------------------------

@@ -8,12 +8,15 @@ costs more than its own arithmetic and tiles without them are those of the plain
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from backlight.backends.hopper import small
+from backlight.backends.hopper.launch import Launch
 from backlight.call import Call
 
 # zeros on both sides of the table, at least twice as wide as a tile: far tiles are read there, without a mask
@@ -36,11 +39,18 @@ def cap_factor(call: Call) -> float | None:
 
 def table_of(call: Call) -> Tensor | None:
     """The bias in units of scores, zeros around it: [Hq, n + 2 * TABLE_PAD] fp32."""
-    if call.bias is None:
+    bias = call.bias
+    if bias is None:
         return None
-    pad, (heads, n) = TABLE_PAD.value, call.bias.shape
-    table = torch.zeros(heads, n + 2 * pad, dtype=torch.float32, device=call.bias.device)
-    torch.div(call.bias.float(), unit_of(call), out=table[:, pad : pad + n])
+    pad, (heads, n) = TABLE_PAD.value, bias.shape
+    table = torch.empty(heads, n + 2 * pad, dtype=torch.float32, device=bias.device)
+
+    def describe() -> dict[str, Any]:
+        args = [bias, table, n, *bias.stride(), unit_of(call)]
+        constants = {"PAD": pad, "BLOCK": small.BLOCK}
+        return {"grid": (-(-table.shape[1] // small.BLOCK), heads), "args": args, "constants": constants, "num_warps": 4}
+
+    Launch(call, choices="table").start(small._table_kernel, (bias, table), describe)
     return table
 
 
@@ -50,6 +60,11 @@ def table_of(call: Call) -> Tensor | None:
 # tanh(x) = x (1 + x^2 P(x^2)) up to a largest |x|: coefficients of P, relative error below 1.2e-7 (minimax)
 SHORT = 0.4, (-0.333318823, 0.13277629, -0.0477942206)
 LONG = 1.0, (-0.333329868, 0.133264089, -0.0534987076, 0.0203597593, -0.0062593392, 0.00105826459)
+
+
+def single(x: float) -> float:
+    """x as fp32 has it."""
+    return struct.unpack("f", struct.pack("f", x))[0]
 
 
 def _bits(x: float) -> str:
@@ -78,6 +93,65 @@ def _ratio(x: str, out: str) -> list[str]:
         f"copysign.f32 t, {x}, t;",
         f"selp.f32 {out}, z, t, small;",
     ]
+
+
+def _cap_ptx(n: int, whole: bool) -> str:
+    """unit * tanh(factor s), divided by s unless `whole`, for n values s of one thread; operands: s, factor, unit.
+
+    A warp takes the shortest way that serves all its values. They are taken four at a time: one would wait for itself.
+    """
+    xs, outs, factor, unit = [f"${n + i}" for i in range(n)], [f"${i}" for i in range(n)], f"${2 * n}", f"${3 * n}"
+    lines = ["{", ".reg .pred beyond, small;", f".reg .f32 t<{n}>, y<4>, c<3>, square, power, x, z, t, y, w;"]
+    lines += [".reg .s32 most<4>, now;", *(f"mul.f32 t{i}, {x}, {x};" for i, x in enumerate(xs))]
+    # squares compare like the integers of their bits, and those three at a time
+    lines += [f"mov.b32 most{i}, t{i};" for i in range(4)]
+    for i in range(4, n):
+        lines += [f"mov.b32 now, t{i};", f"max.s32 most{i % 4}, most{i % 4}, now;"]
+    lines += ["max.s32 most0, most0, most1;", "max.s32 most2, most2, most3;", "max.s32 most0, most0, most2;"]
+    lines += ["mov.b32 z, most0;", f"mul.f32 square, {factor}, {factor};", "mul.f32 z, z, square;"]
+    lines += [f"mul.f32 w, {factor}, {unit};"]
+
+    def unless(limit: float, label: str) -> list[str]:
+        vote = "vote.sync.any.pred beyond, beyond, 0xffffffff;"
+        return [f"setp.gt.f32 beyond, z, {_bits(limit * limit)};", vote, f"@beyond bra {label};"]
+
+    def leave(first: int) -> list[str]:
+        if whole:
+            return [f"mul.f32 {outs[first + i]}, {xs[first + i]}, y{i};" for i in range(4)]
+        return [f"mov.f32 {outs[first + i]}, y{i};" for i in range(4)]
+
+    def short() -> list[str]:
+        """Coefficients of s^2, in which factor and unit are: one multiplication less for each value."""
+        out = ["mov.f32 power, w;"]
+        for i, c in enumerate(SHORT[1]):
+            out += ["mul.f32 power, power, square;", f"mul.f32 c{i}, power, {_bits(c)};"]
+        for first in range(0, n, 4):
+            out += [f"fma.rn.f32 y{i}, t{first + i}, c2, c1;" for i in range(4)]
+            out += [f"fma.rn.f32 y{i}, t{first + i}, y{i}, c0;" for i in range(4)]
+            out += [*(f"fma.rn.f32 y{i}, t{first + i}, y{i}, w;" for i in range(4)), *leave(first)]
+        return out
+
+    def long() -> list[str]:
+        """Coefficients of (factor s)^2: the others would be too small for fp32."""
+        out, (*rest, before, last) = [], map(_bits, (1.0, *LONG[1]))
+        for first in range(0, n, 4):
+            out += [f"mul.f32 t{first + i}, t{first + i}, square;" for i in range(4)]
+            out += [f"fma.rn.f32 y{i}, t{first + i}, {last}, {before};" for i in range(4)]
+            for c in reversed(rest):
+                out += [f"fma.rn.f32 y{i}, t{first + i}, y{i}, {c};" for i in range(4)]
+            out += [*(f"mul.f32 y{i}, y{i}, w;" for i in range(4)), *leave(first)]
+        return out
+
+    lines += [*unless(SHORT[0], "MIDDLE"), *short(), "bra.uni DONE;"]
+    lines += ["MIDDLE:", *unless(LONG[0], "LARGE"), *long(), "bra.uni DONE;", "LARGE:"]
+    for s, out in zip(xs, outs, strict=True):
+        lines += [f"mul.f32 x, {s}, {factor};", *_ratio("x", "x")]
+        if whole:
+            lines += [f"mul.f32 {out}, x, {unit};"]
+        else:
+            lines += [f"mul.f32 x, x, {unit};", f"div.full.f32 x, x, {s};"]
+            lines += [f"setp.eq.f32 small, {s}, 0f00000000;", f"selp.f32 {out}, w, x, small;"]
+    return " ".join([*lines, "DONE:", "}"])
 
 
 def _tanh_ptx(n: int) -> str:
@@ -109,6 +183,8 @@ def _tanh_ptx(n: int) -> str:
 
 # by how many values of a thread are decided about at once
 TANH_16, TANH_32 = (gl.constexpr(_tanh_ptx(n)) for n in (16, 32))
+RATIO_16, RATIO_32 = (gl.constexpr(_cap_ptx(n, False)) for n in (16, 32))
+CAPPED_16, CAPPED_32 = (gl.constexpr(_cap_ptx(n, True)) for n in (16, 32))
 
 
 @gluon.constexpr_function
@@ -127,6 +203,27 @@ def tanh(x):
     N: gl.constexpr = min(32, _per_thread(x.shape, x.type.layout))
     ASM: gl.constexpr = TANH_16 if N == 16 else TANH_32
     return gl.inline_asm_elementwise(ASM, _floats(N), [x], dtype=gl.float32, is_pure=True, pack=N)
+
+
+@gluon.constexpr_function
+def _three_inputs(n):
+    return ",".join(["=&f"] * n + ["f"] * 3 * n)
+
+
+@gluon.jit
+def cap_ratio(s, factor, unit):
+    """y with unit * tanh(factor s) = s y: what s is multiplied by, in place of a constant, under softcap."""
+    N: gl.constexpr = min(32, _per_thread(s.shape, s.type.layout))
+    ASM: gl.constexpr = RATIO_16 if N == 16 else RATIO_32
+    return gl.inline_asm_elementwise(ASM, _three_inputs(N), [s, factor, unit], dtype=gl.float32, is_pure=True, pack=N)
+
+
+@gluon.jit
+def cap_whole(s, factor, unit):
+    """unit * tanh(factor s): needs no register for s any more, and a multiplication more than with `cap_ratio`."""
+    N: gl.constexpr = min(32, _per_thread(s.shape, s.type.layout))
+    ASM: gl.constexpr = CAPPED_16 if N == 16 else CAPPED_32
+    return gl.inline_asm_elementwise(ASM, _three_inputs(N), [s, factor, unit], dtype=gl.float32, is_pure=True, pack=N)
 
 
 @gluon.jit
@@ -173,7 +270,8 @@ def bias_tile(table_ptr, column, n, tile, TRANSPOSED: gl.constexpr):
     down = gl.arange(0, tile.shape[0], gl.SliceLayout(1, tile.type.layout))
     across = gl.arange(0, tile.shape[1], gl.SliceLayout(0, tile.type.layout))
     thread = gl.expand_dims(down - (down & 8), 1) - gl.expand_dims(across & 6, 0)
-    fixed = gl.expand_dims(down & 8, 1) - gl.expand_dims(across - (across & 6), 0)
+    # & -7, not a difference: what the compiler sees as a constant becomes part of the load
+    fixed = gl.expand_dims(down & 8, 1) - gl.expand_dims(across & -7, 0)
     # beyond the padding all is zero, wherever the tile lies
     column = gl.minimum(gl.maximum(column, -(TABLE_PAD // 2)), n + TABLE_PAD // 2) + TABLE_PAD
     if TRANSPOSED:
@@ -256,3 +354,11 @@ def survivors(weight, bar, dtype: gl.constexpr):
             pack=2,
         )
     return m
+
+
+@gluon.jit
+def survivors_of(a, bar):
+    """M from A in bfloat16, where every key is visible: rounding and relu change nothing above 0 and nothing above -inf."""
+    return gl.inline_asm_elementwise(
+        "set.gt.bf16x2.bf16x2 $0, $1, $2;", "=r,r,r", [a, bar.to(gl.bfloat16)], dtype=gl.bfloat16, is_pure=True, pack=2
+    )

@@ -7,8 +7,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from backlight.backends.hopper.primitives import INF, WM, before, between, key_blocks, key_limits, load_tile, locate
-from backlight.backends.hopper.terms import TABLE_PAD, bias_tile, capped
+from backlight.backends.hopper.primitives import (
+    INF,
+    LN2,
+    WM,
+    before,
+    between,
+    clamp,
+    key_blocks,
+    key_limits,
+    load_tile,
+    locate,
+    log2_of_sum,
+    partial_sums,
+)
+from backlight.backends.hopper.terms import TABLE_PAD, bias_tile, cap_ratio, cap_whole
 
 # the first named barrier: K_EMPTY + stage, then V_EMPTY + stage, then TURN + warpgroup (ping-pong)
 K_EMPTY = gl.constexpr(8)
@@ -19,6 +32,8 @@ END = gl.constexpr(-1)
 HEAD = gl.constexpr(0)
 SEGMENT = gl.constexpr(1)
 BLOCK = gl.constexpr(2)
+# number of the tile, or -1 - (4 * number + warpgroup) when it is done again, with care, for one warpgroup
+TICKET = gl.constexpr(3)
 
 
 @gluon.jit
@@ -30,6 +45,13 @@ def draw(p, tile):
     next_tile = tile + gl.num_programs(0)
     if p.dynamic != 0:
         next_tile = gl.atomic_add(p.counter_ptr, 1) + gl.num_programs(0)
+    head, z, block, exists = place(p, tile)
+    return next_tile, head, z, block, exists
+
+
+@gluon.jit
+def place(p, tile):
+    """(batch * heads + head, packed sequence, row block, whether it exists)."""
     section = tile // (p.row_tiles * p.together)
     rank = tile % (p.row_tiles * p.together)
     head = section * p.together + rank % p.together
@@ -40,7 +62,7 @@ def draw(p, tile):
         z, first = locate(block, p.cu_tiles_ptr, p.n_segments)
         block -= first
         exists = z < p.n_segments
-    return next_tile, head, z, block, exists
+    return head, z, block, exists
 
 
 @gluon.jit
@@ -69,11 +91,13 @@ def tile_blocks(p, i0, rows, sq, sk):
 
 
 @gluon.jit
-def publish(p, slot, head, z, block):
+def publish(p, slot, head, z, block, ticket):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     p.tile_s.index(slot * SLOT + HEAD).store(gl.full([1], head, gl.int32, one))
     p.tile_s.index(slot * SLOT + SEGMENT).store(gl.full([1], z, gl.int32, one))
     p.tile_s.index(slot * SLOT + BLOCK).store(gl.full([1], block, gl.int32, one))
+    if p.TRUST:
+        p.tile_s.index(slot * SLOT + TICKET).store(gl.full([1], ticket, gl.int32, one))
 
 
 @gluon.jit
@@ -108,18 +132,78 @@ def head_table(p, head):
 
 
 @gluon.jit
-def with_terms(p, s, table_ptr, column, block):
-    """Scores of one key block, capped, and biased where the block meets the table.
+def nearest(p, begin, plain_end, end, column, careful):
+    """Blocks [begin, this) are free of masks, beyond the table, and every row has met a key before them; none if careful."""
+    near = begin
+    if p.FAR:
+        near = plain_end - 1
+        if p.BIAS:
+            near = gl.minimum(near, gl.maximum(column - p.n_bias + 1, 0) // p.BN)
+        near = clamp(near, begin, end)
+        if p.TRUST:
+            near = gl.where(careful, begin, near)
+    return near
 
-    column: table entry of the first row and key 0.
-    """
+
+@gluon.jit
+def cap_of(p, s):
+    """What makes scores of raw products under softcap (`scored`): a factor for each or, where O is wide, the scores."""
+    y = s
     if p.SOFTCAP:
-        s = capped(s, p.cap_factor)
+        if p.v_s.shape[2] <= 64:
+            y = cap_ratio(s, p.cap_factor, p.cap_log2)
+        else:
+            y = cap_whole(s, p.cap_factor, p.cap_log2)
+    return y
+
+
+@gluon.jit
+def scored(p, s, y):
+    """Scores of a key block that does not meet the table."""
+    if p.SOFTCAP:
+        if p.v_s.shape[2] <= 64:
+            # as assembly, or the compiler would move it before the branch to `trusting`, where it is part of a fused operation
+            s = gl.inline_asm_elementwise("mul.f32 $0, $1, $2;", "=f,f,f", [s, y], dtype=gl.float32, is_pure=True, pack=1)
+        else:
+            s = y
+    return s
+
+
+@gluon.jit
+def trusting(p, s, y, row_max, row_sum):
+    """`softmax_step` of a block that needs no mask and no bias, without a look for a new maximum (`again.doubtful`)."""
+    if p.SOFTCAP:
+        top = gl.expand_dims(row_max, 1)
+        if p.v_s.shape[2] <= 64:
+            weights = gl.exp2(s * y - top)
+        else:
+            weights = gl.exp2(y - top)
+    else:
+        weights = gl.exp2(s * p.unit_log2 - gl.expand_dims(row_max * p.unit_log2, 1))
+    return weights, row_sum + partial_sums(weights, row_sum)
+
+
+@gluon.jit
+def with_bias(p, s, table_ptr, column, block):
+    """Scores of one key block, biased where the block meets the table. column: table entry of the first row and key 0."""
     if p.BIAS:
         here = column - block * s.shape[1]
         if (here > -s.shape[0]) & (here < p.n_bias + s.shape[1] - 1):
-            s += bias_tile(table_ptr, here, p.n_bias, s, False)
+            if p.SOFTCAP:
+                s += bias_tile(table_ptr, here, p.n_bias, s, False) * p.cap_log2
+            else:
+                s += bias_tile(table_ptr, here, p.n_bias, s, False)
     return s
+
+
+@gluon.jit
+def lse_of(p, row_max, total):
+    """lse (natural) of rows from their maximum and the sum relative to it.
+
+    unit_rest is what two rounded constants, in the exponent and here, differ by; it would show in the last bits.
+    """
+    exponent, rest = log2_of_sum(total)
+    return row_max * p.unit + (row_max * p.unit_rest + rest * LN2 + exponent * LN2)
 
 
 @gluon.jit
@@ -132,3 +216,13 @@ def load_gate(p, W: gl.constexpr, turn):
     full = p.gate_full.index(W)
     mbarrier.expect(full, p.gate_desc.block_type.nbytes)
     load_tile(p.gate_desc, head // p.heads, head % p.heads, q_start, sq, i0, full, p.o_s.index(W), p.VARLEN)
+
+
+@gluon.jit
+def seen_scores(p, s, y, table_ptr, column, position, block, plain_begin, plain_end, sk):
+    """Scores of one key block with terms and, where the block needs it, masked."""
+    s = with_bias(p, scored(p, s, y), table_ptr, column, block)
+    if p.HAS_LEFT or p.HAS_RIGHT:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
+        if (block >= plain_end) | (block < plain_begin):
+            s = hide(p, s, position, block, sk)
+    return s
