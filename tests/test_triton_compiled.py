@@ -142,3 +142,17 @@ def test_bias_is_read_in_pairs_where_it_is_used() -> None:
             across = launched.options["BN" if launched.kernel.fn.__name__ == "_dq_kernel" else "BM"]
             assert done.asm["ptx"].count("ld.global.nc.v2.f32") == across // 8 + 1
             assert not re.search(r"convert_layout.*f32.*->.*f32", done.asm["ttgir"])
+
+
+@pytest.mark.parametrize(("sq", "sk"), [(0, 65), (65, 0)])
+def test_nothing_to_read_needs_no_descriptor(sq: int, sk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where TMA is on, an empty k or v once became a descriptor, which cannot be empty."""
+    monkeypatch.setattr(host.Launch, "nvidia", True)
+    monkeypatch.setattr(host, "hopper", lambda tensor: True)
+    config = KernelConfig(64, 64, num_warps=4, num_stages=2, tma=1)
+    q, k = torch.zeros(1, 2, sq, 64, dtype=torch.bfloat16), torch.zeros(1, 2, sk, 64, dtype=torch.bfloat16)
+    call = Call(AttentionSpec(), q, k, k)
+    with override("triton.forward", config), override("triton.dq", config), override("triton.dkdv", config):
+        assert len(launches_of(call)) >= 1
+    with_keys = host.Launch(Call(AttentionSpec(), k if sk else q, k if sk else q, k if sk else q))
+    assert with_keys.descriptors(config, 64, with_keys.k)[0]

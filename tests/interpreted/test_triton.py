@@ -117,6 +117,7 @@ UNITS = (
     Case("bias,scale negative", causal=True, bias=40, scale=-0.3),
     Case("bias,scale tiny", causal=True, bias=40, scale=1e-9),
     Case("softcap,saturated at 60", causal=True, softcap=60.0, logits=60.0),
+    Case("softcap of 50", causal=True, softcap=50.0),
 )
 
 
@@ -143,9 +144,7 @@ def test_tanh(factor: float, precise: bool) -> None:
     _tanh_kernel[(1,)](x, y, factor, V=primitives.Variant(**flags), N=8192)
     truth = torch.tanh(x.double() * factor)
     error = (y.double() - truth).abs()
-    assert error.max() < 3e-7
-    if precise:
-        assert (error <= 1e-6 * truth.abs() + 1e-30).all()
+    assert (error <= 1e-6 * truth.abs() + 1e-30).all()
 
 
 @pytest.mark.parametrize("blocks", [(16, 16), (16, 64), (32, 64), (64, 64)], ids=str)

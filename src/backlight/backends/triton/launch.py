@@ -32,9 +32,9 @@ def hopper(tensor: Tensor) -> bool:
 
 
 def describable(tensor: Tensor) -> bool:
-    """TMA: 16-byte aligned base and strides, no stride of 0."""
+    """TMA: 16-byte aligned base and strides, no stride of 0, and something to read."""
     aligned = tensor.data_ptr() % 16 == 0 and all(s > 0 and s * tensor.element_size() % 16 == 0 for s in tensor.stride()[:3])
-    return aligned and hopper(tensor)
+    return aligned and tensor.numel() > 0 and hopper(tensor)
 
 
 class Launch:

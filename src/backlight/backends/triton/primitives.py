@@ -113,12 +113,12 @@ class Variant(NamedTuple):
     PRECISION: str
 
 
-# tanh(x) = x P(x^2) up to a largest |x|, absolute error below 2e-7 (minimax): lowest coefficient first
-NEAR, NEAR_0, NEAR_1, NEAR_2 = map(tl.constexpr, (0.3, 0.9999960064888, -0.33297479152679443, 0.12522590160369873))
+# tanh(x) = x (1 + x^2 P(x^2)) up to a largest |x|, relative error below 1.2e-7 (minimax): lowest coefficient first
+NEAR, NEAR_1, NEAR_2, NEAR_3 = map(tl.constexpr, (0.4, -0.333318823, 0.13277629, -0.0477942206))
 
 
 def _far_tanh_ptx(n: int) -> str:
-    """tanh(t * factor) = 1 - 2 / (1 + e^2x) for n elements of a thread, unless all those of its warp are near 0.
+    """tanh(t * factor) = 1 - 2 / (1 + e^2x) where it is not near 0, in warps that have such elements; n elements of a thread.
 
     Outputs hold what the polynomial made of t; then come t and factor, each n times.
     """
@@ -135,8 +135,9 @@ def _far_tanh_ptx(n: int) -> str:
         f"mul.f32 y, {factor}, {_bits(2 * LOG2E.value)};",
     ]
     for i, t in enumerate(ts):
-        lines += [f"mul.f32 x, {t}, y;", "ex2.approx.ftz.f32 x, x;", "add.f32 x, x, 0f3F800000;", "rcp.approx.ftz.f32 x, x;"]
-        lines += [f"fma.rn.f32 ${i}, x, 0fC0000000, 0f3F800000;"]
+        lines += [f"mul.f32 x, {t}, y;", "abs.f32 most0, x;", f"setp.gt.f32 far, most0, {_bits(2 * LOG2E.value * NEAR.value)};"]
+        lines += ["ex2.approx.ftz.f32 x, x;", "add.f32 x, x, 0f3F800000;", "rcp.approx.ftz.f32 x, x;"]
+        lines += [f"@far fma.rn.f32 ${i}, x, 0fC0000000, 0f3F800000;"]
     return "{ " + " ".join([*lines, "DONE:"]) + " }"
 
 
@@ -228,7 +229,7 @@ def visible_count(position, segment, packing, geometry, V: tl.constexpr):
 
 @triton.jit
 def tanh(t, factor, V: tl.constexpr):
-    """tanh(t * factor) to 2e-7, which is what a logit needs; in fp32 relatively as well.
+    """tanh(t * factor) to a few units in the last place: its error is multiplied by the cap, which may be large.
 
     A polynomial, unless a warp has elements that are too large for it: the special function unit is what is short here, and
     softcaps are chosen so that few logits come near them.
@@ -237,7 +238,8 @@ def tanh(t, factor, V: tl.constexpr):
         return precise_tanh(t * factor)
     square = t * t
     f2 = factor * factor
-    near = t * (NEAR_0 * factor + square * (NEAR_1 * factor * f2 + square * (NEAR_2 * factor * f2 * f2)))
+    f3 = factor * f2
+    near = t * (factor + square * (NEAR_1 * f3 + square * (NEAR_2 * f3 * f2 + square * (NEAR_3 * f3 * f2 * f2))))
     if V.NVIDIA:
         return tl.inline_asm_elementwise(FAR_PTX, FAR_NAMES, [near, t, factor], dtype=tl.float32, is_pure=True, pack=FAR_PACK)
     x = t * factor
