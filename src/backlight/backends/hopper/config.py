@@ -77,7 +77,8 @@ def forward_heuristic(call: Call) -> ForwardConfig:
     if width <= 64:
         return ForwardConfig(128, 3, pingpong=masked or trust, late_rescale=masked, trust=trust)
     if width <= 128:
-        return ForwardConfig(128, 2, trust=trust)
+        # few blocks: what a row saves does not pay for the check at its end
+        return ForwardConfig(128, 2, trust=trust and not (masked and rows_of(call) <= SHORT // 2))
     return ForwardConfig(64, 2, early_p=not masked, late_rescale=not masked and not trust, trust=trust)
 
 
