@@ -12,7 +12,8 @@ LENGTHS = (2048, 4096, 8192, 16384)
 # what, contender, peer, head dimensions
 LINES = (
     ("`hopper` / FlashAttention-3", "backlight", "fa3", (64, 128)),
-    ("`hopper` / cuDNN", "backlight", "sdpa-cudnn", (64, 128)),
+    ("`hopper` / FlashAttention-3", "backlight", "fa3", (256,)),
+    ("`hopper` / cuDNN", "backlight", "sdpa-cudnn", (64, 128, 256)),
     ("`hopper` / FlashAttention-2", "backlight", "sdpa-flash", (64, 128)),
     ("`triton` / FlexAttention", "backlight:triton", "flex", (64, 128)),
     ("`triton` / FlexAttention", "backlight:triton", "flex", (256,)),
@@ -53,31 +54,20 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def terms_table() -> str:
-    """What a learned term costs on Hopper: forward and backward over plain, a column for each head dimension and length."""
-    cells = json.loads(sorted(RESULTS.glob("hopper-terms-*.json"))[-1].read_text())["cells"]
-    cells.sort(key=lambda cell: (cell["d"], cell["s"]))
-    heads = [f"D {cell['d']}, S {cell['s']}" for cell in cells]
-    lines = [f"| time over plain, causal, forward + backward | {' | '.join(heads)} |", "|---" * (len(cells) + 1) + "|"]
-    names = {"bias": "bias (512)", "tau": "tau", "lazy": "Lazy: bias and tau", "sdpa": "FlashAttention-2, no term"}
-    for name in ("sink", "gate", "bias", "tau", "lazy", "softcap", "sdpa"):
-        ratios = [sum(cell["ms"][name].values()) / sum(cell["ms"]["plain"].values()) for cell in cells]
-        lines.append(f"| {names.get(name, name)} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")
+def cells_table() -> str:
+    """Every cell of the newest `plain` record that has FA3 and cuDNN: TFLOP/s of `hopper`, and ratios of speeds."""
+    data = json.loads(record_of("backlight", "fa3", "sdpa-cudnn").read_text())
+    speeds = {(row["case"], row["contender"]): row["tflops"] for row in data["rows"] if row["status"] == "ok"}
+    lines = ["| D | S | mask | forward | / FA3 | / cuDNN | backward | / FA3 | / cuDNN |", "|---" * 9 + "|"]
+    for case, name in speeds:
+        place = re.match(r"plain,d=(\d+),s=(\d+),(\w+)", case)
+        if name == "backlight" and place:
+            cells = list(place.groups())
+            for phase in ("forward", "backward"):
+                mine = speeds[case, name][phase]
+                cells += [f"{mine:.0f}", *(f"{mine / speeds[case, peer][phase]:.2f}" for peer in ("fa3", "sdpa-cudnn"))]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def wide_range() -> str:
-    """Ratios to FA3 at D = 256 of what is shipped there, by device time, from the newest record of options."""
-    runs = json.loads(sorted(RESULTS.glob("hopper-options-*.json"))[-1].read_text())["runs"]
-    shipped = {("fwd", "full"): "pr", ("fwd", "causal"): "base", ("bwd", "full"): "d", ("bwd", "causal"): "d"}
-    found: dict[str, list[float]] = {"fwd": [], "bwd": []}
-    for cell in (cell for run in runs for cell in run["cells"] if cell["d"] == 256):
-        speeds, name = cell["tflops"], shipped[cell["direction"], cell["mask"]]
-        # the kernels of a direction were settled in one run: the others do not have the shipped variant
-        if name in speeds and ("pr" in speeds or "d" in speeds):
-            found[cell["direction"]].append(speeds[name] / speeds["fa3"])
-    fwd, bwd = found["fwd"], found["bwd"]
-    return f"{min(fwd):.2f} to {max(fwd):.2f} of FlashAttention-3 forward, {min(bwd):.2f} to {max(bwd):.2f} backward"
 
 
 def variants_record() -> Path:
@@ -85,29 +75,21 @@ def variants_record() -> Path:
 
 
 def variants_table() -> str:
-    """Forward and backward of every variant in one run: ours over our own plain, and peers' times over ours."""
+    """Every variant in one run, forward and backward together: ours over our own plain, and peers' times over ours."""
     rows: dict[str, dict[str, dict]] = {}
     for row in json.loads(variants_record().read_text())["rows"]:
         rows.setdefault(row["case"].split("/")[0], {})[row["contender"]] = row
-    ours = [name for name in ("backlight", "backlight:triton") if any(name in found for found in rows.values())]
-    peers = ("fa3", "sdpa-flash", "flex")
-    heads = [
-        "forward + backward, bf16",
-        "ms",
-        "over plain",
-        *(f"{name} over plain" for name in ours[1:]),
-        *(f"{name} takes" for name in peers),
-    ]
+    peers = [name for name in ("fa3", "sdpa-flash", "flex") if any("times" in found.get(name, {}) for found in rows.values())]
+    heads = ["bf16, forward + backward", "ms", "over plain", *(f"{name} takes" for name in peers)]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for case, found in rows.items():
-        if "times" not in found["backlight"]:
-            continue
-        mine = found["backlight"]["times"]["both"]["median_ms"]
-        cells = [f"{found[name]['over_plain']['both']:.2f}" if "over_plain" in found.get(name, {}) else "" for name in ours]
-        slower = [
-            f"{found[p]['times']['both']['median_ms'] / mine:.2f}x" if "times" in found.get(p, {}) else "-" for p in peers
-        ]
-        lines.append(f"| {case} | {mine:.2f} | {' | '.join(cells + slower)} |")
+        mine = found["backlight"]
+        ms = mine["times"]["both"]["median_ms"]
+        cells = [f"{ms:.2f}", f"{mine['over_plain']['both']:.2f}" if "over_plain" in mine else ""]
+        for peer in peers:
+            times = found.get(peer, {}).get("times")
+            cells.append("-" if times is None else f"{times['both']['median_ms'] / ms:.2f}x")
+        lines.append(f"| {case} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -146,4 +128,4 @@ def overhead_table() -> str:
 
 
 if __name__ == "__main__":
-    print(table(), terms_table(), variants_table(), training_table(), overhead_table(), wide_range(), sep="\n\n")
+    print(table(), cells_table(), variants_table(), training_table(), overhead_table(), sep="\n\n")
