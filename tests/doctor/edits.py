@@ -161,6 +161,15 @@ MASKS: dict[str, list[Edit]] = {
         *every_tile("forward", "backward"),
         Edit("primitives", ".masked_fill_(~allowed, -math.inf)", ".masked_fill_(~allowed, -1e4)"),
     ],
+    "empty-rows-all": [
+        *every_tile("forward", "backward"),
+        Edit(
+            "primitives",
+            "            torch.minimum(part, bound, out=part)",
+            "            empty = (torch.arange(i0, i1).repeat_interleave(group) + sk < sq)[:, None]\n"
+            "            torch.minimum(part, bound.masked_fill(empty, math.inf), out=part)",
+        ),
+    ],
     "empty-rows-nan": [forward("acc.div_(l.masked_fill(l == 0, 1))", "acc.div_(l)")],
     "empty-rows-lse": [forward(LSE, "lse = ((m + torch.log2(l)) * LN2).nan_to_num(neginf=0.0)")],
     "window+1": another_spec("window=(call.spec.left + 1, call.spec.window[1])", "backward"),

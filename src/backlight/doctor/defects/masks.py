@@ -84,6 +84,10 @@ def _finite_fill(capped, bias, column, visible):
     return STAGES["s"].compute(capped, bias, column, torch.ones_like(visible)).masked_fill(~visible, -1e4)
 
 
+def _unmasked_where_empty(capped, bias, column, visible, n):
+    return STAGES["s"].compute(capped, bias, column, visible | (n == 0))
+
+
 def _ones_where_empty(s, lse, n):
     """A fill value so large that adding log(Sk) to it changes nothing: recomputed weights are 1, not 1/Sk."""
     return torch.where(n == 0, 1.0, STAGES["p"].compute(s, lse))
@@ -313,6 +317,21 @@ DEFECTS = [
         variants=always(
             Mutant(forward={"s": _finite_fill}, backward={"s": _finite_fill, "m": _all_where_empty}),
             Mutant(forward={"s": _finite_fill}, backward={"p": _ones_where_empty, "m": _all_where_empty}),
+        ),
+        demo=CAUSAL | {"sk": 100},
+    ),
+    Defect(
+        "empty-rows-all",
+        "rows that see no key attend to every key, as if nothing were hidden from them",
+        "a mask that hides a whole row is dropped for it, or taken for no mask at all",
+        "masks",
+        "o",
+        "errors only in rows without visible keys, where o is attention over all keys",
+        "spec law: o = 0, lse = -inf, gradients 0 there",
+        "Run the same call without its mask: the wrong rows must not change.",
+        needs=empty_rows,
+        variants=always(
+            Mutant(forward={"s": _unmasked_where_empty}, backward={"s": _unmasked_where_empty, "m": _all_where_empty}),
         ),
         demo=CAUSAL | {"sk": 100},
     ),
