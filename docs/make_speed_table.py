@@ -93,6 +93,17 @@ def variants_table() -> str:
     return "\n".join(lines)
 
 
+def flex_bias() -> str:
+    """How many times as long FlexAttention takes for a learned bias, from the newest record in which it was raced."""
+    for path in sorted(RESULTS.glob("variants-*.json"), reverse=True):
+        rows = {row["contender"]: row for row in json.loads(path.read_text())["rows"] if row["case"].startswith("bias,d=64")}
+        if "times" in rows.get("flex", {}):
+            ratio = rows["flex"]["times"]["both"]["median_ms"] / rows["backlight"]["times"]["both"]["median_ms"]
+            backend = rows["backlight"]["detail"].split(",")[0]
+            return f"{ratio:.0f} times as long as `{backend}` ([an earlier record](benchmarks/results/nvidia-h200/{path.name}))"
+    raise FileNotFoundError("no record of FlexAttention with a bias")
+
+
 def training_table() -> str:
     """Tokens per second of a whole training step, from the newest record of benchmarks/train_step.py."""
     record = json.loads(sorted(RESULTS.glob("train-step-*.json"))[-1].read_text())
