@@ -22,8 +22,8 @@ from backlight.spec import AttentionSpec
 BF16, FP16 = torch.bfloat16, torch.float16
 # by warpgroups, of which three have 160 registers each: values of a tile, once around its loops
 ALLOWED_SPILLS = {3: 80, 2: 0}
-# with tau two sweeps share a tile's values; with Triton 3.6, which the kernels were timed with, 88 and none of them in a loop
-ALLOWED_SPILLS_TAU = {3: 176, 2: 32}
+# with bias and tau two sweeps share a tile's values; with Triton 3.6, which the kernels were timed with, 88 and none in a loop
+ALLOWED_SPILLS_BIAS_AND_TAU = {3: 176, 2: 32}
 
 
 def call_of(
@@ -66,7 +66,7 @@ def examine(call: Call, terms: tuple[str, ...]) -> None:
     report = report_of(call)
     config = elastic_config(call) if call.spec.tau else forward_config(call)
     consumers = config.consumers
-    allowed = ALLOWED_SPILLS_TAU if "tau" in terms else ALLOWED_SPILLS
+    allowed = ALLOWED_SPILLS_BIAS_AND_TAU if {"bias", "tau"} <= set(terms) else ALLOWED_SPILLS
     assert report.spills <= allowed[consumers], str(report)
     assert not report.warnings, str(report)
     assert report.shared <= SHARED_MEMORY, str(report)

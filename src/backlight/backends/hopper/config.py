@@ -97,7 +97,8 @@ def elastic_heuristic(call: Call) -> ForwardConfig:
     trust = trusts(call)
     if call.spec.softcap is not None:
         # a capped half block waits for the products of the other half: more registers each, or fewer scores
-        return ForwardConfig(128 if width <= 64 else 64, 2, trust=trust)
+        # wide heads have no registers left for keeping the first maximum as well
+        return ForwardConfig(128, 2, trust=trust) if width <= 64 else ForwardConfig(64, 2)
     short = call.spec.masked and rows_of(call) <= SHORT
     return ForwardConfig(128, 3 if width <= 64 and not short else 2, trust=trust)
 
