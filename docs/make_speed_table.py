@@ -7,6 +7,7 @@ import math
 import re
 from pathlib import Path
 
+TERMS = ["bias", "lazy", "sink", "softcap", "gate"]
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "nvidia-h200"
 LENGTHS = (2048, 4096, 8192, 16384)
 # what, contender, peer, head dimensions
@@ -91,6 +92,24 @@ def variants_table() -> str:
             cells.append("-" if times is None else f"{times['both']['median_ms'] / ms:.2f}x")
         lines.append(f"| {case} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def terms_table() -> str:
+    """Forward and backward of every learned term over plain, by head dimension and length, from the newest `terms` record."""
+    over: dict[tuple[str, str], dict[int, float]] = {}
+    for row in json.loads(terms_record().read_text())["rows"]:
+        place = re.match(r"(\w+),d=(\d+),s=(\d+)", row["case"])
+        if place and row["contender"] == "backlight" and "over_plain" in row:
+            over.setdefault((place[1], place[2]), {})[int(place[3])] = row["over_plain"]["both"]
+    lengths = sorted({s for found in over.values() for s in found})
+    lines = [f"| over plain | D | {' | '.join(f'S = {s}' for s in lengths)} |", "|---" * (2 + len(lengths)) + "|"]
+    for (name, d), found in sorted(over.items(), key=lambda item: (TERMS.index(item[0][0]), int(item[0][1]))):
+        lines.append(f"| {name} | {d} | {' | '.join(f'{found[s]:.2f}' if s in found else '-' for s in lengths)} |")
+    return "\n".join(lines)
+
+
+def terms_record() -> Path:
+    return sorted(RESULTS.glob("terms-*.json"))[-1]
 
 
 def flex_bias() -> str:

@@ -73,7 +73,7 @@ def _current(device: torch.device) -> torch.device:
 
 @app.command(DEFAULT)
 def run(
-    suite: Annotated[str, typer.Argument(help="plain, variants, cpu, smoke, memory or overhead.")] = "smoke",
+    suite: Annotated[str, typer.Argument(help="plain, variants, terms, cpu, smoke, memory or overhead.")] = "smoke",
     device: DeviceOption = "auto",
     contenders: Annotated[str, typer.Option(help="Names to race, with commas; the suite's own choice by default.")] = "",
     out: OutOption = Path("benchmarks/results"),

@@ -61,46 +61,62 @@ def plain(device: torch.device, quick: bool) -> Suite:
     return Suite("plain", "D x S x mask, bf16, B*S = 32768, H*D = 2048", SPEED, _in(cases, BF16), ("backlight", *GPU_PEERS))
 
 
+class Beside:
+    """Workloads of one shape each: the plain causal one first, then what is read against it."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype, self.cases, self.plain = dtype, list[Case](), dict[str, str]()
+
+    def add(self, causal: Case, *others: Case) -> None:
+        self.cases.extend((causal, *others))
+        self.plain.update({Workload(case, self.dtype).id: Workload(causal, self.dtype).id for case in others})
+
+
 def variants(device: torch.device, quick: bool) -> Suite:
     """One workload for each variant beside the plain causal one of the same shape, so its own cost can be read off."""
     on_gpu = device.type == "cuda"
     s, tokens, width, window = (8192, TOKENS, WIDTH, 1023) if on_gpu else (1024, 1024, 256, 127)
     dtype = BF16 if on_gpu else FP32
-    cases: list[Case] = []
-    plain_of: dict[str, str] = {}
-
-    def beside(causal: Case, *others: Case) -> None:
-        """Cases of one shape: plain causal first, then what is read against it."""
-        cases.extend((causal, *others))
-        plain_of.update({Workload(case, dtype).id: Workload(causal, dtype).id for case in others})
-
+    shapes = Beside(dtype)
     for d in (64,) if quick or not on_gpu else (64, 128):
         h, b = width // d, tokens // s
         shape, long = f"d={d},s={s}", 2 * s if on_gpu else s
         with_window = _square(f"window,d={d},s={long}", long, tokens // long, h, d, window=(window, 0))
-        beside(
+        shapes.add(
             _square(f"causal,{shape}", s, b, h, d),
             *([] if on_gpu else [with_window]),
             _square(f"gqa,{shape}", s, b, h, d, hkv=max(1, h // 8)),
-            _square(f"bias,{shape}", s, b, h, d, bias=512),
-            _square(f"lazy,{shape}", s, b, h, d, bias=512, tau=LAZY_TAU),
-            _square(f"sink,{shape}", s, b, h, d, sink=True),
-            _square(f"softcap,{shape}", s, b, h, d, softcap=20.0),
-            _square(f"gate,{shape}", s, b, h, d, gate=True),
+            *_with_terms(s, b, h, d),
         )
         if on_gpu:
-            beside(_square(f"causal,d={d},s={long}", long, tokens // long, h, d), with_window)
-        cases.append(Case(f"varlen,d={d}", hq=h, hkv=h, d=d, causal=True, lengths_q=SKEWED if on_gpu else SKEWED_SMALL))
+            shapes.add(_square(f"causal,d={d},s={long}", long, tokens // long, h, d), with_window)
+        shapes.cases.append(Case(f"varlen,d={d}", hq=h, hkv=h, d=d, causal=True, lengths_q=SKEWED if on_gpu else SKEWED_SMALL))
     if on_gpu:
         length = PUBLISHED[0]
-        beside(
+        shapes.add(
             _square(f"causal,b=4,h=16,d=64,s={length}", *PUBLISHED),
             _square(f"lazy,b=4,h=16,d=64,s={length},table={length}", *PUBLISHED, bias=length, tau=LAZY_TAU),
         )
     contenders = ("backlight", "sdpa-flash", "flex", "fa3") if on_gpu else ("backlight", *CPU_PEERS)
     rounds = 2 if on_gpu else 3
+    workloads = _in(shapes.cases, dtype)
     return Suite(
-        "variants", "each variant beside plain causal", SPEED, _in(cases, dtype), contenders, rounds=rounds, plain=plain_of
+        "variants", "each variant beside plain causal", SPEED, workloads, contenders, rounds=rounds, plain=shapes.plain
+    )
+
+
+def terms(device: torch.device, quick: bool) -> Suite:
+    """What every learned term costs as sequences grow, beside plain causal attention of the same shape."""
+    on_gpu = device.type == "cuda"
+    tokens, width, dtype = (TOKENS, WIDTH, BF16) if on_gpu else (1024, 256, FP32)
+    lengths = (4096, 16384, 8192) if on_gpu else (512, 1024)
+    shapes = Beside(dtype)
+    for s, d in ((s, d) for s in (lengths[:2] if quick else lengths) for d in ((64, 128) if on_gpu else (64,))):
+        b, h = tokens // s, width // d
+        shapes.add(_square(f"causal,d={d},s={s}", s, b, h, d), *_with_terms(s, b, h, d))
+    workloads = _in(shapes.cases, dtype)
+    return Suite(
+        "terms", "learned terms over length", SPEED, workloads, ("backlight", "sdpa-flash"), rounds=2, plain=shapes.plain
     )
 
 
@@ -168,6 +184,7 @@ def overhead(device: torch.device, quick: bool) -> Suite:
 SUITES: dict[str, Callable[[torch.device, bool], Suite]] = {
     "plain": plain,
     "variants": variants,
+    "terms": terms,
     "cpu": cpu,
     "smoke": smoke,
     "memory": memory,
@@ -189,6 +206,13 @@ def find(name: str, device: torch.device) -> Workload:
             return workload
     close = get_close_matches(name, list(dict.fromkeys(workload.id for workload in known)), cutoff=0.4)
     raise ValueError(f"no case is called {name!r}; {'close to it: ' + ', '.join(close) if close else 'see `bench list`'}")
+
+
+def _with_terms(s: int, b: int, h: int, d: int) -> list[Case]:
+    """A learned term each, and the two of Lazy Attention; plain causal otherwise."""
+    given: dict[str, dict[str, Any]] = {"bias": {"bias": 512}, "lazy": {"bias": 512, "tau": LAZY_TAU}, "sink": {"sink": True}}
+    given |= {"softcap": {"softcap": 20.0}, "gate": {"gate": True}}
+    return [_square(f"{name},d={d},s={s}", s, b, h, d, **options) for name, options in given.items()]
 
 
 def _square(name: str, s: int, b: int, h: int, d: int, *, causal: bool = True, hkv: int | None = None, **options: Any) -> Case:
