@@ -231,6 +231,17 @@ SIZES = (
     Case("scale,zero", causal=True, scale=0.0),
 )
 
+WIDE = (
+    Case("causal,d=96", b=1, causal=True, d=96),
+    Case("causal,d=192,dv=128", b=1, causal=True, d=192, dv=128),
+    Case("causal,d=256,gqa", b=1, hq=4, hkv=2, causal=True, d=256, dlse=True),
+    Case("terms,d=256", b=1, causal=True, d=256, bias=65, sink=True, softcap=1.5, gate=True, dlse=True),
+    Case("bias,d=256,window", b=1, hq=4, hkv=2, window=(30, 12), sq=127, sk=150, d=256, bias=40, bias_origin=9),
+    Case("terms,d=192,varlen", lengths_q=(9, 0, 33, 20), causal=True, d=192, bias=24, sink=True, gate=True),
+    Case("everything,d=192,dv=128", b=1, causal=True, d=192, dv=128, bias=65, sink=True, tau=(-0.7, 0.4), gate=True),
+    Case("lazy,d=256", b=1, causal=True, d=256, bias=65, tau=(-0.7, 0.4)),
+)
+
 EMPTY = (
     Case("sq=0", sq=0, causal=True, bias=8, sink=True, tau=(-0.7, 0.4), gate=True, dlse=True, dtypes=EVERY_DTYPE),
     Case("sk=0", sk=0, causal=True, bias=8, tau=(-0.7, 0.4), gate=True, dlse=True, dtypes=EVERY_DTYPE),
@@ -300,7 +311,7 @@ NUMERICS = (
     Case("tau,large values", causal=True, value_shift=1500.0, tau=(-0.7, 0.4), dtypes=EVERY_DTYPE),
 )
 
-CASES: tuple[Case, ...] = (*SINGLES, *PAIRS, *TOGETHER, *SIZES, *EMPTY, *PACKED, *BIAS, *TAU, *NUMERICS)
+CASES: tuple[Case, ...] = (*SINGLES, *PAIRS, *TOGETHER, *SIZES, *WIDE, *EMPTY, *PACKED, *BIAS, *TAU, *NUMERICS)
 BY_NAME = {case.name: case for case in CASES}
 
 
