@@ -33,7 +33,8 @@ OPTIONS = {
 
 
 def test_exported_names() -> None:
-    exported = {"AttentionSpec", "Explanation", "Unsupported", "__version__", "attention", "attention_varlen", "explain"}
+    exported = {"AttentionSpec", "AttentionStatistics", "Explanation", "Unsupported", "__version__"}
+    exported |= {"attention", "attention_varlen", "explain", "statistics"}
     assert set(backlight.__all__) == exported
     assert all(hasattr(backlight, name) for name in exported)
 

@@ -347,6 +347,23 @@ def _bind_packed(
     return _bind(q, k, v, cu_seqlens_q, cu_seqlens_k, gate=gate, **options)
 
 
+def call_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    *,
+    backend: str | None = None,
+    **options: Any,
+) -> Call:
+    """The call that `attention` or, with cu_seqlens_q, `attention_varlen` makes of these arguments, checked."""
+    _known(backend)
+    if _innermost(None) is not None:
+        raise ValueError("this call is one rank's shard of a longer sequence (context_parallel); leave the block first")
+    return _bind(q, k, v, **options) if cu_seqlens_q is None else _bind_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+
+
 def _known(backend: str | None) -> str | None:
     if backend is not None and backend not in registry.names():
         raise ValueError(f"backend must be one of {', '.join(registry.names())} or None, got {backend!r}")
