@@ -14,7 +14,7 @@ from compiling import Launched, recorded
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 
-from backlight.backends.triton import dbias, delta, dkdv, dq, elastic, forward, table
+from backlight.backends.triton import dbias, delta, dkdv, dq, elastic, forward, small, table
 from backlight.backends.triton import launch as host
 from backlight.backends.triton.backward import backward
 from backlight.backends.triton.config import KernelConfig, kernels_of
@@ -23,7 +23,7 @@ from backlight.config import override
 from backlight.spec import AttentionSpec
 
 SM80, SM90, GFX942 = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
-KERNELS = (forward, elastic, delta, dq, dkdv, dbias, table)
+KERNELS = (forward, elastic, delta, dq, dkdv, dbias, table, small)
 EVERYTHING = {"causal": True, "window": (100, None), "softcap": 20.0, "bias": True, "sink": True, "tau": True, "gate": True}
 
 
@@ -62,7 +62,7 @@ def test_compiles_elsewhere(target: GPUTarget, spec: dict[str, object]) -> None:
         done = launched.compile(target)
         names.add(launched.kernel.fn.__name__)
         assert done.asm["cubin" if target.backend == "cuda" else "hsaco"]
-    with_bias = {"_table_kernel", "_dbias_kernel"} if "bias" in spec else set()
+    with_bias = {"_table_kernel", "_dbias_kernel", "_dbias_sums_kernel"} if "bias" in spec else set()
     assert names == {"_fwd_kernel", "_delta_kernel", "_dq_kernel", "_dkdv_kernel"} | with_bias
 
 
@@ -88,7 +88,7 @@ def test_hopper_matmuls_are_not_serialised(spec: dict[str, object], tmp_path: ob
         command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(source), "-o", str(source.with_suffix(".cubin"))]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         assert not re.findall(r"C75\d\d", log), f"{name}: {log}"
-        if name not in ("_delta_kernel", "_table_kernel"):
+        if name not in ("_delta_kernel", "_table_kernel", "_dbias_sums_kernel", "_head_sums_kernel"):
             assert "wgmma.mma_async" in ptx
             assert "cp.async.bulk.tensor" in ptx
 
@@ -110,6 +110,32 @@ def test_a_term_that_is_absent_leaves_no_trace() -> None:
     )
     assert plain["_fwd_kernel"].specialization(SM90) != biased["_fwd_kernel"].specialization(SM90)
     assert "exp2" not in plain["_delta_kernel"].compile(SM90).asm["ttgir"]
+
+
+@pytest.mark.usefixtures("nvidia")
+def test_wide_heads_in_fp32_compile_quickly_and_fit() -> None:
+    """Their products are unrolled: 32 x 32 tiles of four warps kept ptxas busy for most of a minute, and only the largest cards
+    had the shared memory for them."""
+    for launched in launches_of(call_of(d=256, dtype=torch.float32, causal=True, bias=True, tau=True)):
+        done = launched.compile(SM90)
+        assert done.metadata.shared <= 99 * 1024, launched.kernel.fn.__name__
+        assert done.asm["ptx"].count("fma.rn.f32") < 2500, launched.kernel.fn.__name__
+
+
+@pytest.mark.usefixtures("nvidia")
+def test_a_softcap_within_bounds_rescales_nothing() -> None:
+    """exp2 of its logits fits into fp32 and bf16, and so do their sums; not with a bias or a sink, nor into fp16."""
+    for spec, dtype, rescaled in (
+        ({"softcap": 50.0}, torch.bfloat16, False),
+        ({"softcap": 60.0}, torch.bfloat16, True),
+        ({"softcap": 50.0}, torch.float16, True),
+        ({"softcap": 50.0, "bias": True}, torch.bfloat16, True),
+        ({"softcap": 50.0, "sink": True}, torch.bfloat16, True),
+        ({}, torch.bfloat16, True),
+    ):
+        launched = launches_of(call_of(dtype=dtype, causal=True, **spec))
+        forwards = [x for x in launched if x.kernel.fn.__name__ == "_fwd_kernel"]
+        assert forwards[0].compile(SM90).asm["ttir"].count("math.exp2") == 1 + rescaled, (spec, dtype)
 
 
 # matrix products of a tile, each of which is d / 16 instructions

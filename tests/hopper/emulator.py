@@ -316,13 +316,15 @@ def store_wait(pendings: int) -> None:
 
 
 def smem_reinterpret(mem: Shared, dtype: str, shape: Any, layout: Any) -> Shared:
+    """The same bytes from the first on, as another type, or fewer of them."""
     shape = tuple(int(size) for size in shape)
-    if mem.array.size == np.prod(shape) and mem.array.dtype == DTYPES[dtype]:
-        memory = mem.memory if isinstance(mem, Ordered) else mem.array
-        if isinstance(layout, language.SharedLinearLayout):
-            return Ordered(memory, shape, layout.bases)
-        return Shared(memory.reshape(shape))
-    raise AssertionError(f"{mem.array.shape} {mem.array.dtype} is not {shape} {dtype}")
+    memory = (mem.memory if isinstance(mem, Ordered) else mem.array).view(DTYPES[dtype])
+    assert np.shares_memory(memory, mem.memory if isinstance(mem, Ordered) else mem.array)
+    memory = memory.reshape(-1)[: np.prod(shape)]
+    assert memory.size == np.prod(shape), f"{mem.array.shape} {mem.array.dtype} is not {shape} {dtype}"
+    if isinstance(layout, language.SharedLinearLayout):
+        return Ordered(memory, shape, layout.bases)
+    return Shared(memory.reshape(shape))
 
 
 class Token:
@@ -567,6 +569,7 @@ REPLACED = {
     "add_quads": add_to_global,
     "bar_sync": bar_sync,
     "end_block": lambda *args: None,
+    "afresh": lambda number: number,
     "bar_arrive": bar_arrive,
 }
 

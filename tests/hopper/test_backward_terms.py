@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 import emulator
 from modules import mutant
 
-from backlight.backends.hopper import backward, band, dbias, dq, prepass
+from backlight.backends.hopper import apart, backward, band, dbias, dq, prepass, rowblock
 from backlight.backends.hopper.config import BackwardConfig
 from backlight.backends.tiled import BACKEND as TILED
 from backlight.config import override
@@ -60,7 +60,7 @@ def gradients(
 ) -> Mapping[str, torch.Tensor]:
     call = replace(problem.call, deterministic=deterministic, _segments=None)
     y, lse, u = TILED.forward(call, True)
-    with emulator.emulated(backward, band, dbias, dq, prepass, late=late):
+    with emulator.emulated(apart, backward, band, dbias, dq, prepass, late=late):
         return backward.backward(call, y, lse, u, problem.dy, problem.dlse, frozenset(needs or call.gradients))
 
 
@@ -150,9 +150,9 @@ def test_gate_strides(awkward: str) -> None:
         (dbias, "total = total + far[c + 1]", "pass"),
         (dbias, "    tma_reduce_add(p.diagonals_desc, [plane + 1, row >> 1, 0], box)\n", ""),
         (dbias, "slot = offset & (p.SLOTS - 1)", "slot = offset * 0"),
-        (backward, "-INF if p.TAU else 0.0", "0.0"),
-        (backward, "dp = dp * above(at, limit)", "pass"),
-        (backward, "ds = ds * cap_slope(s)", "pass"),
+        (rowblock, "-INF if p.TAU else 0.0", "0.0"),
+        (rowblock, "dp = dp * above(at, limit)", "pass"),
+        (rowblock, "ds = ds * cap_slope(s)", "pass"),
         (prepass, "delta -= tau * mean", "pass"),
         (prepass, "share = tl.where(n == 1,", "share = tl.where(n == 0,"),
     ],
@@ -165,18 +165,21 @@ def test_a_broken_term_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         softcap=2.0, dlse=True,
     )  # fmt: skip
     broken = mutant(tmp_path, module, old, new)
-    if module is not backward:
-        for name in ("leave_diagonals", "add_diagonals", "prepass"):
-            if hasattr(broken, name):
-                monkeypatch.setattr(backward, name, getattr(broken, name))
-        if module is prepass:
-            monkeypatch.setattr(prepass, "_prepass_kernel", broken._prepass_kernel)
+    for user, name in (
+        (rowblock, "leave_diagonals"),
+        (backward, "add_diagonals"),
+        (backward, "prepass"),
+        (backward, "row_loops"),
+    ):
+        if hasattr(broken, name):
+            monkeypatch.setattr(user, name, getattr(broken, name))
+    if module is prepass:
+        monkeypatch.setattr(prepass, "_prepass_kernel", broken._prepass_kernel)
     problem = case.make(FP16)
     y, lse, u = TILED.forward(problem.call, True)
-    main = broken if module is backward else backward
-    with emulator.emulated(main, band, dbias, dq, prepass, *([broken] if module is prepass else []), late=True):
+    with emulator.emulated(backward, band, dbias, dq, prepass, *([broken] if module is prepass else []), late=True):
         try:
-            result = main.backward(problem.call, y, lse, u, problem.dy, problem.dlse, frozenset(problem.call.gradients))
+            result = backward.backward(problem.call, y, lse, u, problem.dy, problem.dlse, frozenset(problem.call.gradients))
         except (RuntimeError, AssertionError):
             return
     assert not judge(problem.call, problem.dy, problem.dlse, result, names=problem.call.gradients).ok

@@ -11,16 +11,18 @@ pytest.importorskip("triton")
 
 from aot import SHARED_MEMORY, Report, compiled
 
-from backlight.backends.hopper import backward, band, dbias, dq, prepass
+from backlight.backends.hopper import apart, backward, band, dbias, dq, prepass
+from backlight.backends.hopper.config import BackwardConfig
 from backlight.call import Call
+from backlight.config import override
 from backlight.spec import AttentionSpec
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LAZY, EVERY = ("bias", "tau"), ("bias", "sink", "tau", "gate", "softcap")
 # bytes; the plain kernel of narrow heads spills too (test_compiled.py)
-ALLOWED_SPILLS = {64: 340, 128: 130}
-ALLOWED_ELSEWHERE = {"_prepass_kernel": 16, "_dq_kernel": 64}
-ALLOWED_WITH_SOFTCAP = {64: 64, 128: 500}
+ALLOWED_SPILLS = {64: 300, 128: 100}
+ALLOWED_ELSEWHERE = {"_prepass_kernel": 16, "_dq_kernel": 64, "_bwd_apart_kernel": 120}
+ALLOWED_WITH_SOFTCAP = {64: 64, 128: 400}
 
 
 def reports_of(
@@ -41,7 +43,7 @@ def reports_of(
     spec = AttentionSpec(**({"causal": True} | options), softcap=softcap, **dict.fromkeys(given, True))
     call = Call(spec, q, k, k, **given, cu_seqlens_q=cu, cu_seqlens_k=cu, deterministic=deterministic)
     u = q if "tau" in terms else None
-    with compiled(backward, band, dbias, dq, prepass) as reports:
+    with compiled(apart, backward, band, dbias, dq, prepass) as reports:
         backward.backward(call, q, torch.zeros(batch, 4, length), u, q, None, frozenset(call.gradients))
     return {report.kernel: report for report in reports}
 
@@ -97,14 +99,17 @@ def test_a_plain_kernel_holds_no_trace_of_terms(d: int) -> None:
     def parameters(report: Report) -> int:
         return len(re.findall(rf"\.param [^,)]*{report.kernel}_param_\d+", report.ptx))
 
-    plain, lazy = reports_of(d, ()), reports_of(d, LAZY)
+    with override("hopper.backward", BackwardConfig(128 if d == 64 else 64, 128, overlap=d > 64)):
+        plain, lazy = reports_of(d, ()), reports_of(d, LAZY)
     main, more = plain["_bwd_kernel"], lazy["_bwd_kernel"]
     # two descriptors, two pointers, length and origin of the table
     assert parameters(more) >= parameters(main) + 6
     assert parameters(lazy["_prepass_kernel"]) > parameters(plain["_prepass_kernel"])
     rows, boxes = (128, 17) if d == 64 else (64, 9)
     # tau / n of the rows of two stages, boxes of [8, 64], a barrier; one barrier more may move what follows it
-    assert abs(more.shared - main.shared - (2 * rows + boxes * 512) * 4) <= 1024
+    # at D = 128 they take the place of a tile through which dv leaves
+    given_up = 0 if d == 64 else 128 * 128 * 2
+    assert abs(more.shared - main.shared + given_up - (2 * rows + boxes * 512) * 4) <= 1024
     if main.sass:
         assert not main.has("LDG"), str(main)
         assert sum(n for name, n in main.opcodes.items() if name.startswith("UTMAREDG")) == 1, str(main)

@@ -15,17 +15,24 @@ pytest.importorskip("triton")
 
 from aot import SHARED_MEMORY, Report, compiled, hidden_exponentials
 
-from backlight.backends.hopper import backward, dq, forward, prepass
+from backlight.backends.hopper import apart, backward, dq, forward, prepass
 from backlight.call import Call
 from backlight.spec import AttentionSpec
 
-# 128 rows x 128 keys at D <= 64: addresses that do not change in the loop are spilled, a few loads an iteration; smaller tiles
-# spill nothing and are slower (docs/hopper.md). Heads wider than 128: around the loops
-ALLOWED_SPILLS = {("_bwd_kernel", 64): 200, ("_bwd_kernel", 256): 80, ("_dq_kernel", 256): 400, ("_fwd_kernel", 256): 100}
-ENTRY_REGISTERS = {"_fwd_kernel": (128, 168), "_bwd_kernel": (168,), "_dq_kernel": (168,)}
+# addresses that do not change in the loops; with a window 128 x 128 tiles read four of them again in a block (docs/hopper.md)
+ALLOWED_SPILLS = {
+    ("_bwd_apart_kernel", 64): 140,
+    ("_bwd_kernel", 64): 200,
+    ("_bwd_kernel", 128): 8,
+    ("_bwd_kernel", 256): 60,
+    ("_dq_kernel", 256): 400,
+    ("_fwd_kernel", 256): 100,
+}
+ENTRY_REGISTERS = {"_fwd_kernel": (128, 168), "_bwd_kernel": (168,), "_bwd_apart_kernel": (168,), "_dq_kernel": (168,)}
 NEEDED = {
     "_fwd_kernel": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"),
     "_bwd_kernel": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"),
+    "_bwd_apart_kernel": ("HGMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "USETMAXREG"),
     "_dq_kernel": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"),
     "_dq_convert_kernel": ("UTMALDG", "UTMASTG"),
 }
@@ -62,7 +69,7 @@ class Variant:
         cu = torch.tensor([0, 200, length], dtype=torch.int32) if self.packed else None
         spec = AttentionSpec(causal=self.causal, window=self.window)
         call = Call(spec, q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, deterministic=self.deterministic)
-        with compiled(forward, backward, dq, prepass) as reports:
+        with compiled(forward, apart, backward, dq, prepass) as reports:
             y, lse, _ = forward.forward(call)
             backward.backward(call, y, lse, None, torch.zeros_like(y), None, frozenset(("dq", "dk", "dv")))
         return reports
@@ -95,9 +102,12 @@ MANY = (
 
 def examine(variant: Variant) -> None:
     reports = variant.reports()
-    main = {"_fwd_kernel", "_bwd_kernel"}
     split = variant.deterministic
-    assert {report.kernel for report in reports} == main | {"_prepass_kernel", "_dq_kernel" if split else "_dq_convert_kernel"}
+    main = "_bwd_apart_kernel" if variant.width <= 64 and not split else "_bwd_kernel"
+    assert {report.kernel for report in reports} == {"_fwd_kernel", main} | {
+        "_prepass_kernel",
+        "_dq_kernel" if split else "_dq_convert_kernel",
+    }
     for report in reports:
         assert report.spills <= ALLOWED_SPILLS.get((report.kernel, variant.width), 0), str(report)
         assert not report.warnings, str(report)
@@ -113,8 +123,9 @@ def examine(variant: Variant) -> None:
             assert report.has("UTMAREDG") == (not split and variant.width <= 128), str(report)
             assert report.has("REDG") == (not split and variant.width > 128), str(report)
         if report.kernel == "_fwd_kernel" and variant.width <= 128:
-            # one thread's share of 64 x 128 scores over 128 threads
-            assert hidden_exponentials(report.sass) >= 60, f"{report}: {hidden_exponentials(report.sass)} of 64"
+            # one thread's share of 64 x 128 scores over 128 threads; of 64 x 64 where masked rows are short (the packed ones)
+            share = 32 if variant.packed and variant.width == 128 else 64
+            assert hidden_exponentials(report.sass) >= share - 4, f"{report}: {hidden_exponentials(report.sass)} of {share}"
         if report.kernel == "_bwd_kernel" and variant.d == 128:
             # overlap; narrower heads are faster without it (docs/hopper.md)
             assert hidden_exponentials(report.sass) >= 30, f"{report}: {hidden_exponentials(report.sass)} of 32"

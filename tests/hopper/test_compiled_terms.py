@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from aot import SHARED_MEMORY, Report, compiled
 from modules import module_of
 
-from backlight.backends.hopper import forward, tiles
+from backlight.backends.hopper import consumer, forward, tiles
 from backlight.backends.hopper.config import elastic_config, forward_config
 from backlight.call import Call
 from backlight.spec import AttentionSpec
@@ -23,7 +23,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 # by warpgroups, of which three have 160 registers each: values of a tile, once around its loops
 ALLOWED_SPILLS = {3: 80, 2: 0}
 # with bias and tau two sweeps share a tile's values; with Triton 3.6, which the kernels were timed with, 88 and none in a loop
-ALLOWED_SPILLS_BIAS_AND_TAU = {3: 176, 2: 32}
+ALLOWED_SPILLS_BIAS_AND_TAU = {3: 172, 2: 28}
 
 
 def call_of(
@@ -114,10 +114,12 @@ def test_a_plain_kernel_holds_no_trace_of_terms(tmp_path: Path, monkeypatch: pyt
         assert len(TESTS_OF_TERMS.findall(source)) >= 2
         return module_of(tmp_path / name, TESTS_OF_TERMS.sub("if False:", source))
 
-    without = cut(forward, "forward_without.py")
+    without = module_of(tmp_path / "forward_without.py", Path(forward.__file__).read_text())
+    consumer_without = cut(consumer, "consumer_without.py")
     tiles_without = cut(tiles, "tiles_without.py")
-    for name in ("cap_of", "nearest", "scored", "seen_scores", "trusting", "with_bias"):
-        monkeypatch.setattr(without, name, getattr(tiles_without, name))
+    for name in ("cap_of", "first_sums", "nearest", "scored", "seen_scores", "trusting", "view_of", "with_bias"):
+        monkeypatch.setattr(consumer_without, name, getattr(tiles_without, name))
+    monkeypatch.setattr(without, "plain_consumer", consumer_without.plain_consumer)
     assert instructions(report) == instructions(report_of(call, without))
     parameters = re.findall(r"\.param [^,)]*_fwd_kernel_param_\d+", report.ptx)
     with_bias = re.findall(r"\.param [^,)]*_fwd_kernel_param_\d+", report_of(call_of(d, ("bias",))).ptx)

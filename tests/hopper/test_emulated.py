@@ -14,7 +14,19 @@ pytest.importorskip("triton")
 import emulator
 from modules import mutant
 
-from backlight.backends.hopper import BACKEND, backward, dq, forward, prepass, primitives, tiles
+from backlight.backends.hopper import (
+    BACKEND,
+    apart,
+    backward,
+    consumer,
+    dq,
+    forward,
+    prepass,
+    primitives,
+    producer,
+    rowblock,
+    tiles,
+)
 from backlight.backends.hopper.config import BackwardConfig, DqConfig, ForwardConfig
 from backlight.config import override
 from cases import CASES, FP16, Case, Problem, case_id
@@ -48,7 +60,7 @@ TILES = (
 
 def examine(problem: Problem, late: bool, deterministic: bool = False) -> None:
     call = replace(problem.call, deterministic=deterministic, _segments=None)
-    with emulator.emulated(forward, backward, dq, prepass, late=late):
+    with emulator.emulated(forward, apart, backward, dq, prepass, late=late):
         y, lse, _ = forward.forward(call)
         gradients = backward.backward(call, y, lse, None, problem.dy, problem.dlse, frozenset(("dq", "dk", "dv")))
     verdict = judge(call, problem.dy, problem.dlse, {"y": y, "lse": lse} | gradients)
@@ -103,11 +115,14 @@ def test_forward_configs(options: dict[str, object], config: ForwardConfig, late
 @pytest.mark.parametrize(
     "config",
     [
-        BackwardConfig(64, 128),
+        BackwardConfig(64, 128, persistent=False),
         BackwardConfig(64, 128, stages=3, overlap=True),
+        BackwardConfig(64, 128, overlap=True, together=2),
+        BackwardConfig(128, 128),
+        BackwardConfig(64, 128, split=True),
         BackwardConfig(128, 128, overlap=True),
         BackwardConfig(64, 64, wide=True),
-        BackwardConfig(64, 64, split=True, wide=True),
+        BackwardConfig(64, 64, split=True, wide=True, together=2),
     ],
     ids=str,
 )
@@ -160,7 +175,7 @@ def test_packed_neighbours_do_not_leak() -> None:
     spoiled = replace(call, **tensors, _segments=None)
     results = []
     for each, gradient in ((call, problem.dy), (spoiled, dy)):
-        with emulator.emulated(forward, backward, dq, prepass):
+        with emulator.emulated(forward, apart, backward, dq, prepass):
             y, lse, _ = forward.forward(each)
             grads = backward.backward(each, y, lse, None, gradient, None, frozenset(("dq", "dk", "dv")))
         results.append({"y": y, "lse": lse[..., None]} | grads)
@@ -172,7 +187,7 @@ def test_packed_neighbours_do_not_leak() -> None:
 @pytest.mark.parametrize("needs", [("dq",), ("dk",), ("dv",), ("dk", "dv")], ids=str)
 def test_needs(needs: tuple[str, ...]) -> None:
     problem = Case("needs", b=1, sq=140, sk=140, d=16, causal=True).make(FP16)
-    with emulator.emulated(forward, backward, dq, prepass):
+    with emulator.emulated(forward, apart, backward, dq, prepass):
         y, lse, _ = forward.forward(problem.call)
         gradients = backward.backward(problem.call, y, lse, None, problem.dy, None, frozenset(needs))
     assert set(gradients) == set(needs)
@@ -193,7 +208,7 @@ def test_needs(needs: tuple[str, ...]) -> None:
         ("        if count >= ST - i:\n", "        if count < 0:\n"),
         ("top = gl.where(new_max == -INF, 0.0, top)", "pass"),
         ("seen = before(end - block * B, columns)", "seen = before(end - block * B - 1, columns)"),
-        ("mbarrier.expect(p.k_full.index(stage), p.k_desc.block_type.nbytes)", "mbarrier.expect(p.k_full.index(stage), 64)"),
+        ("mbarrier.expect(full.index(stage), desc.block_type.nbytes)", "mbarrier.expect(full.index(stage), 64)"),
     ],
     ids=[
         "no wait for v",
@@ -209,17 +224,17 @@ def test_needs(needs: tuple[str, ...]) -> None:
 def test_a_broken_forward_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     monkeypatch.setattr(emulator, "PATIENCE", 0.5)
     problem = Case("broken", b=1, hq=1, hkv=1, sq=300, sk=270, d=16, causal=True).make(FP16)
-    broken = forward
-    for module, name in ((primitives, "softmax_step"), (tiles, "hide"), (forward, "")):
-        if old in Path(module.__file__).read_text():
-            made = mutant(tmp_path, module, old, new)
-            if name:
-                monkeypatch.setattr(forward, name, getattr(made, name))
-            else:
-                broken = made
-    with emulator.emulated(broken, late=True):
+    parts = (
+        (primitives, "softmax_step", consumer),
+        (tiles, "hide", consumer),
+        (consumer, "plain_consumer", forward),
+        (producer, "producer", forward),
+    )
+    ((module, name, user),) = [part for part in parts if old in Path(part[0].__file__).read_text()]
+    monkeypatch.setattr(user, name, getattr(mutant(tmp_path, module, old, new), name))
+    with emulator.emulated(forward, late=True):
         try:
-            y, lse, _ = broken.forward(problem.call)
+            y, lse, _ = forward.forward(problem.call)
         except (RuntimeError, AssertionError):
             return
     assert not judge(problem.call, None, None, {"y": y, "lse": lse}).ok
@@ -228,24 +243,41 @@ def test_a_broken_forward_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("seen = from_on(first - i * BM, columns)", "seen = from_on(first - i * BM + 1, columns)"),
-        ("0], dq_tile)\n                    tma.store_wait(0)\n", "0], dq_tile)\n"),
+        ("0], dq_tile)\n                        tma.store_wait(0)\n", "0], dq_tile)\n"),
+        ("p.dk_s, p.VARLEN)\n        tma.store_wait(0)\n", "p.dk_s, p.VARLEN)\n"),
         ("bar_arrive(p.DQ_FULL, BOTH)", "pass"),
+        ("bar_arrive(OUT_FULL, BOTH)", "pass"),
+        ("        else:\n            bar_arrive(KV_EMPTY, p.KV_THREADS)\n", "        else:\n            pass\n"),
+        ("        if p.EARLY:\n            bar_arrive(KV_EMPTY, p.KV_THREADS)\n", "        if p.EARLY:\n"),
+        ("        bar_sync(KV_EMPTY, p.KV_THREADS)\n    mbarrier", "        pass\n    mbarrier"),
         ("dp = warpgroup_mma_wait(0, deps=[dp_token])", "dp = warpgroup_mma_wait(1, deps=[dp_token])"),
-        ("plain_begin = end\n", "pass\n"),
+        ("mbarrier.wait(p.kv_full.index(0), turn & 1)", "pass"),
     ],
-    ids=["mask off by one", "dq left behind", "dq never full", "dp read in flight", "ragged keys unmasked"],
+    ids=[
+        "dq left",
+        "dk left",
+        "dq never full",
+        "dk never full",
+        "k never released",
+        "k never free",
+        "k overwritten",
+        "dp read in flight",
+        "no wait for k",
+    ],
 )
 def test_a_broken_backward_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     monkeypatch.setattr(emulator, "PATIENCE", 0.5)
-    # a very low lse: p of keys that do not exist overflows unless they are masked; causal tiles near the end are masked anyway
-    causal = "plain_begin" not in old
-    problem = Case("broken", b=1, hq=1, hkv=1, sq=300, sk=270, d=16, causal=causal, logit_shift=-120.0).make(FP16)
-    broken = mutant(tmp_path, backward, old, new)
-    with emulator.emulated(forward, broken, dq, prepass, late=True):
+    problem = Case("broken", b=1, hq=1, hkv=1, sq=300, sk=270, d=16, causal=True).make(FP16)
+    main = backward
+    if old in Path(backward.__file__).read_text():
+        main = mutant(tmp_path, backward, old, new)
+    else:
+        monkeypatch.setattr(backward, "row_loops", mutant(tmp_path, rowblock, old, new).row_loops)
+    config = BackwardConfig(64, 128, split="else:" in old)
+    with override("hopper.backward", config), emulator.emulated(forward, main, dq, prepass, late=True):
         y, lse, _ = forward.forward(problem.call)
         try:
-            result = broken.backward(problem.call, y, lse, None, problem.dy, None, frozenset(("dq", "dk", "dv")))
+            result = main.backward(problem.call, y, lse, None, problem.dy, None, frozenset(("dq", "dk", "dv")))
         except (RuntimeError, AssertionError):
             return
     assert not judge(problem.call, problem.dy, None, {"y": y, "lse": lse} | result).ok

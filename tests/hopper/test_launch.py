@@ -16,8 +16,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from backlight.backends.hopper import BACKEND, config, launch, replay
+from backlight.backends.hopper import BACKEND, compiled, config, launch
 from backlight.backends.hopper.prepass import _prepass_kernel
+from backlight.backends.replaying import replay
 from backlight.call import Call, Memory
 from backlight.registry import Backend
 from backlight.spec import AttentionSpec
@@ -105,13 +106,13 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     fake = Driver()
-    monkeypatch.setattr(replay, "_compiled", {})
+    monkeypatch.setattr(compiled, "_compiled", {})
     monkeypatch.setattr(launch, "_known", Memory())
     monkeypatch.setattr(triton.runtime.driver, "_active", fake)
     _prepass_kernel.device_caches.clear()
     yield fake
     # compiled kernels unload themselves, while the driver that loaded them is there
-    replay._compiled.clear()
+    compiled._compiled.clear()
     launch._known.clear()
     _prepass_kernel.device_caches.clear()
     gc.collect()
@@ -128,7 +129,7 @@ def prepass(rows: int, dtype: torch.dtype = torch.float16) -> None:
 def test_direct_launches_pass_what_triton_passes(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second time on Triton's JIT is not asked; the launcher gets the same kinds of arguments in the same order."""
     prepass(100)
-    assert len(replay._compiled) == 1
+    assert len(compiled._compiled) == 1
     with monkeypatch.context() as patch:
         patch.setattr(type(_prepass_kernel), "run", None)
         prepass(100)
@@ -148,14 +149,14 @@ def test_lengths_do_not_compile_again(driver: Driver) -> None:
     prepass(100)
     prepass(333)
     prepass(1)
-    assert len(replay._compiled) == 1
+    assert len(compiled._compiled) == 1
     assert [args[0] for args in driver.launches] == [2, 6, 1]
 
 
 def test_another_dtype_is_another_kernel(driver: Driver) -> None:
     prepass(100)
     prepass(100, torch.bfloat16)
-    assert len(replay._compiled) == 2
+    assert len(compiled._compiled) == 2
 
 
 # --- refusals and configurations ---------------------------------------------------------------------------------------------
@@ -173,8 +174,7 @@ def test_protocol() -> None:
         (call_of(), "tensors are on cpu, not on a GPU"),
         (call_of((1, 1, 8, 20)), "head dimension 20 of q is not a multiple of 8"),
         (call_of((1, 1, 8, 264)), "head dimension 264 of v is above 256"),
-        (call_of((1, 1, 8, 192), softcap=1.0), "softcap with heads wider than 128"),
-        (call_of((1, 1, 8, 136), tau=True), "tau with heads wider than 128"),
+        (call_of((1, 1, 8, 136), tau=True), "tau with head dimension 136 of v above 128"),
         (call_of(scale=-1.0), "scale must be positive, got -1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -208,12 +208,13 @@ def test_too_many_rows() -> None:
 
 def test_configs() -> None:
     small, wide = call_of(), call_of((2, 4, 64, 128))
-    assert config.forward_config(small) == config.ForwardConfig(128, 3)
-    assert config.forward_config(wide) == config.ForwardConfig(128, 2)
-    assert config.backward_config(small) == config.BackwardConfig(128, 128)
+    assert config.forward_config(small) == config.ForwardConfig(128, 2, stages=4, q_buffers=2, drawn=False)
+    assert config.forward_config(call_of((1, 2, 2048, 64))) == config.ForwardConfig(128, 3, q_buffers=2)
+    assert config.forward_config(wide) == config.ForwardConfig(128, 2, q_buffers=2)
+    assert config.backward_config(small) == config.BackwardConfig(128, 128, apart=True)
     assert config.backward_config(wide) == config.BackwardConfig(64, 128, overlap=True)
     assert config.forward_config(call_of((1, 2, 2048, 64), causal=True)).pingpong
-    assert config.forward_config(call_of((1, 2, 1024, 64), causal=True)) == config.ForwardConfig(128, 2)
+    assert config.forward_config(call_of((1, 2, 1024, 64), causal=True)).consumers == 2
     assert config.backward_config(call_of((2, 4, 64, 256))) == config.BackwardConfig(64, 64, wide=True, overlap=True)
     with pytest.raises(ValueError, match="named barriers"):
         config.ForwardConfig(64, 3, stages=3, pingpong=True)
@@ -225,3 +226,26 @@ def test_heads_together() -> None:
     assert config.heads_together(call_of(causal=True), config.ForwardConfig(128, 3)) == 8
     assert config.heads_together(call_of((3, 5, 64, 64), causal=True), config.ForwardConfig(128, 3)) == 5
     assert config.heads_together(call_of((1, 7, 64, 64), causal=True), config.ForwardConfig(128, 3, together=6)) == 1
+
+
+def test_key_heads_together() -> None:
+    """Under a mask, as many as L2 holds what they read and add to; a window keeps that small whatever the length."""
+
+    def together(rows: int, d: int, **options: object) -> int:
+        return config.keys_together(call_of((1, 64, rows, d), **options), config.BackwardConfig(128, 128))
+
+    assert together(8192, 64) == 1
+    assert [together(rows, 64, causal=True) for rows in (512, 8192, 16384, 1 << 17)] == [8, 8, 4, 1]
+    assert [together(rows, 128, causal=True) for rows in (2048, 8192, 16384)] == [8, 4, 2]
+    assert together(16384, 128, window=(1023, 0)) == 8
+    q, k = torch.zeros(1, 32, 8192, 128, dtype=torch.float16), torch.zeros(1, 4, 8192, 128, dtype=torch.float16)
+    assert config.keys_together(Call(AttentionSpec(causal=True), q, k, k), config.BackwardConfig(64, 128)) == 2
+
+
+@pytest.mark.parametrize("dbias", [False, True], ids=["", "dbias"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_room_for_dv(d: int, dbias: bool) -> None:
+    tiles = config.BackwardConfig(128 if d == 64 else 64, 128)
+    assert config.room_for_dv(tiles, d, d, dbias) == (d == 64 or not dbias)
+    assert not config.room_for_dv(config.BackwardConfig(64, 128, stages=3), 128, 128, dbias)
+    assert not config.room_for_dv(config.BackwardConfig(64, 64, wide=True), 256, 256, dbias)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,13 +18,31 @@ import backlight
 pytestmark = pytest.mark.gpu
 Step = Callable[[], tuple[Tensor, ...]]
 KINDS = ["plain", "lazy", "sink and gate", "packed"]
+BACKENDS = ["hopper", "triton"]
+
+
+def refused_by(backend: str) -> str:
+    q = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16, device="cuda")
+    return "; ".join(backlight.explain(q, q, q).reasons[backend])
 
 
 def taken_by(backend: str) -> None:
-    q = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16, device="cuda")
-    reasons = backlight.explain(q, q, q).reasons[backend]
-    if reasons:
-        pytest.skip("; ".join(reasons))
+    if reason := refused_by(backend):
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """All kernels into the cache on disk, side by side: one after the other they take longer than all the tests."""
+    jobs = [job for job in product(KINDS, BACKENDS) if not refused_by(job[1])]
+    with multiprocessing.get_context("spawn").Pool(len(jobs)) as pool:
+        pool.starmap(run_once, jobs)
+
+
+def run_once(kind: str, backend: str) -> None:
+    _, step = step_of(kind, backend)
+    step()
+    torch.cuda.synchronize()
 
 
 def step_of(kind: str, backend: str) -> tuple[list[Tensor], Step]:
@@ -55,7 +75,7 @@ def far(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_forward_and_backward_in_a_cuda_graph(kind: str, backend: str) -> None:
     """Nothing of the graph of autograd may be alive from before: its leaves would pull the default stream into the capture."""
     taken_by(backend)
@@ -82,7 +102,7 @@ def test_forward_and_backward_in_a_cuda_graph(kind: str, backend: str) -> None:
         assert far(got, want) < 2e-3
 
 
-@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_addresses_streams_and_shared_tensors_change(backend: str) -> None:
     taken_by(backend)
     torch.manual_seed(0)
@@ -101,3 +121,62 @@ def test_addresses_streams_and_shared_tensors_change(backend: str) -> None:
         torch.cuda.current_stream().wait_stream(side)
         want = torch.autograd.grad(backlight.attention(q, k, v, causal=True, backend="tiled"), into, dy)
         assert far(got, want) < 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_call_again_asks_triton_nothing(kind: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every launch goes to Triton's compiled launcher, and the numbers stay."""
+    import triton
+
+    from backlight.backends.replaying import program
+
+    taken_by(backend)
+    _, step = step_of(kind, backend)
+    # once, and once recorded
+    step()
+    want = step()
+    monkeypatch.setattr(triton.JITFunction, "run", None)
+    for _ in range(3):
+        assert far(step(), want) < 2e-3
+    launches = [again for found in program._programs.values() if found is not None for again, _ in found.launches]
+    assert launches
+    assert all(again.direct is not None for again in launches)
+
+
+@pytest.mark.parametrize("view", ["transposed", "expanded", "columns"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_laid_out_otherwise(view: str, backend: str) -> None:
+    """Copies of what kernels cannot read in place are made in every call."""
+    taken_by(backend)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 200, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3))
+    for _ in range(3):
+        if view == "transposed":
+            dy = torch.randn(2, 200, 2, 64, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+        elif view == "expanded":
+            dy = torch.randn(1, dtype=torch.bfloat16, device="cuda").expand(q.shape)
+        else:
+            dy = torch.randn(2, 2, 64, 200, dtype=torch.bfloat16, device="cuda").transpose(2, 3)
+        got, want = (
+            torch.autograd.grad(backlight.attention(q, k, v, causal=True, backend=name), (q, k, v), dy)
+            for name in (backend, "tiled")
+        )
+        assert far(got, want) < 1e-2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inside_a_compiled_function(backend: str) -> None:
+    """The operators, as a compiler traces them, replay what they did too."""
+    taken_by(backend)
+    torch.manual_seed(0)
+    leaves = [torch.randn(2, 2, 200, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3)]
+
+    def work(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return backlight.attention(q, k, v, causal=True, backend=backend) * 2
+
+    compiled = torch.compile(work, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        dy = torch.randn_like(leaves[0])
+        got, want = (torch.autograd.grad(made(*leaves), leaves, dy) for made in (compiled, work))
+        assert far(got, want) < 2e-3

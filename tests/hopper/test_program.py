@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
+from cards import Everything
 
-from backlight.backends.hopper import program
 from backlight.backends.hopper.config import ForwardConfig
-from backlight.backends.hopper.program import launched, replayed
+from backlight.backends.replaying import program
+from backlight.backends.replaying.program import known, launched, replayed
 from backlight.call import Call, Memory
 from backlight.config import override
 from backlight.spec import AttentionSpec
@@ -63,6 +64,7 @@ def start(*tensors: Tensor) -> None:
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "_programs", Memory())
+    monkeypatch.setattr(program, "_once", Everything())
     monkeypatch.setattr(program, "stream_of", lambda device: 7)
     KERNEL.took.clear()
     KERNEL.prepared_for.clear()
@@ -105,6 +107,21 @@ def test_a_function_that_allocates_and_launches_runs_once() -> None:
         kept.append((here, y))
     assert host.ran == 1
     assert len({took[-1] for took in KERNEL.took}) == 3
+
+
+def test_what_comes_once_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recording takes longer than most host functions, and many lengths never come again."""
+    monkeypatch.setattr(program, "_once", Memory())
+    host, modes = Host(plain), []
+
+    def watched(*args: Any) -> Any:
+        modes.append(torch._C._len_torch_dispatch_stack())
+        return host(*args)
+
+    for _ in range(4):
+        here = call()
+        assert torch.equal(replayed(watched, here, (None,), None)[0], here.k.sum(-1))
+    assert modes == [0, 1]
 
 
 def test_results_by_name() -> None:
@@ -255,7 +272,7 @@ def test_layouts_choices_and_shared_tensors_have_programs_of_their_own() -> None
     assert host.ran == len(calls)
 
 
-def test_one_tensor_in_two_places_is_not_remembered() -> None:
+def test_one_tensor_in_two_places_has_a_program_of_its_own() -> None:
     """Which of the two a launch meant cannot be told; later calls with two tensors must not suffer."""
 
     def work(call: Call, dy: Tensor, choice: Any) -> tuple[Tensor]:
@@ -264,12 +281,23 @@ def test_one_tensor_in_two_places_is_not_remembered() -> None:
         return (y,)
 
     host = Host(work)
-    here = call()
-    replayed(host, here, (here.q,), None)
-    for _ in range(2):
+    for _ in range(3):
+        here = call()
+        assert torch.equal(replayed(host, here, (here.q,), None)[0], here.q.sum(-1))
+        assert known(host, here, (here.q,), None) is None
+    assert host.ran == 1
+    for _ in range(3):
         here, dy = call(), torch.randn(SHAPE)
         assert torch.equal(replayed(host, here, (dy,), None)[0], dy.sum(-1))
+        assert known(host, here, (dy,), None) is not None
     assert host.ran == 2
+
+
+def test_what_else_decides_is_asked_every_time() -> None:
+    host = Host(plain)
+    for setting in (True, False, True, None, False):
+        replayed(host, call(), (None,), 1, setting)
+    assert host.ran == 3
 
 
 def test_forced_configurations_run_always() -> None:

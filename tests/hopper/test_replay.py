@@ -18,14 +18,14 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import triton
-import triton.backends.nvidia.driver as nvidia
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
+from cards import Card, flat
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from backlight.backends.hopper import launch, replay
+from backlight.backends.hopper import compiled, launch
 from backlight.backends.hopper.launch import tile_descriptor
+from backlight.backends.replaying import replay
 from backlight.call import Memory
 
 
@@ -39,57 +39,18 @@ def _plain_kernel(out_ptr, n, BLOCK: tl.constexpr):
     tl.store(out_ptr, n + BLOCK)
 
 
-class Card:
-    """What stands below Triton's Python: it encodes maps and takes launches."""
-
-    def __init__(self) -> None:
-        self.launches: list[tuple[Any, ...]] = []
-        self.encoded: list[tuple[Any, ...]] = []
-
-    def __call__(self, *args: Any) -> None:
-        self.launches.append(args)
-
-    def encode(self, *args: Any) -> tuple[Any, ...]:
-        self.encoded.append(args)
-        return ("map", *args[:1], *map(str, args[1:]))
-
-
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     there = Card()
-
-    class Launcher(nvidia.CudaLauncher):
-        def __init__(self, src: Any, metadata: Any):
-            self.launch = nvidia.wrap_handle_tensordesc(there, dict(src.signature), metadata.tensordesc_meta)
-            self.global_scratch_size, self.global_scratch_align = metadata.global_scratch_size, 1
-            self.profile_scratch_size, self.profile_scratch_align = metadata.profile_scratch_size, 1
-            self.launch_cooperative_grid, self.launch_pdl, self.num_ctas = False, False, 1
-            self.gsan_enabled, self.arg_annotations, self.kernel_signature = False, "annotations", "signature"
-
-    driver = SimpleNamespace(
-        launcher_cls=Launcher,
-        utils=SimpleNamespace(
-            load_binary=lambda *args: (1, 2, 40, 0, 1024),
-            unload_module=lambda module: None,
-            get_device_properties=lambda device: {"max_shared_mem": 232448, "max_num_regs": 65536, "warpSize": 32},
-            fill_tma_descriptor=there.encode,
-            fill_tma_descriptor_tiled=there.encode,
-        ),
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 7,
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
-        get_active_torch_device=lambda: torch.device("cpu"),
-        allocate_default_profile_scratch=lambda size, align, stream: None,
-    )
-    monkeypatch.setattr(replay, "_compiled", {})
+    monkeypatch.setattr(compiled, "_compiled", {})
     monkeypatch.setattr(replay, "_maps", Memory())
     monkeypatch.setattr(launch, "_known", Memory())
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(triton.runtime.driver, "_active", there.driver)
     for kernel in (_described_kernel, _plain_kernel):
         kernel.device_caches.clear()
     yield there
     # compiled kernels unload themselves, while the driver that loaded them is there
-    replay._compiled.clear()
+    compiled._compiled.clear()
     launch._known.clear()
     for kernel in (_described_kernel, _plain_kernel):
         kernel.device_caches.clear()
@@ -106,17 +67,9 @@ def described(a: Tensor, out: Tensor, b: Tensor) -> dict[str, Any]:
     return {"grid": (3, 2), "args": args, "constants": {"BLOCK": 16}, "num_warps": 4}
 
 
-def flat(args: tuple[Any, ...]) -> list[Any]:
-    """A launcher's arguments in one row, pointers as addresses, without the hooks that only Triton's Python passes."""
-    row = [x for arg in args for x in (arg if isinstance(arg, (list, tuple)) and arg[:1] != ("map",) else (arg,))]
-    hooks = (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook)
-    row = [None if any(x is hook for hook in hooks) or type(x).__name__ == "LazyDict" else x for x in row]
-    return [x.data_ptr() if isinstance(x, Tensor) else x for x in row]
-
-
 def start(here: tuple[Tensor, Tensor, Tensor]) -> replay.Replay:
     arguments = described(*here)
-    made = replay.start(_described_kernel, **arguments)
+    made = compiled.start(_described_kernel, **arguments)
     return replay.Replay(_described_kernel, made, arguments["grid"], arguments["args"], arguments["constants"])
 
 
@@ -162,7 +115,7 @@ def test_every_call_launches_once_however_few_maps_are_kept(card: Card, monkeypa
 
 def test_a_kernel_without_descriptors(card: Card) -> None:
     out, other = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-    made = replay.start(_plain_kernel, (5,), [out, 3], {"BLOCK": 8}, num_warps=1, enable_fp_fusion=True)
+    made = compiled.start(_plain_kernel, (5,), [out, 3], {"BLOCK": 8}, num_warps=1, enable_fp_fusion=True)
     again = replay.Replay(_plain_kernel, made, (5,), [out, 3], {"BLOCK": 8})
     assert again.direct is not None
     again([out])
@@ -219,17 +172,17 @@ def test_another_launcher_is_left_alone(card: Card, unlike: str, monkeypatch: py
     """Where Triton is not built as expected, or a kernel needs memory of its own, every launch is Triton's."""
     here = tensors()
     arguments = described(*here)
-    made = replay.start(_described_kernel, **arguments)
+    made = compiled.start(_described_kernel, **arguments)
     if unlike == "no launch":
         made = SimpleNamespace(run=SimpleNamespace(), metadata=made.metadata)
     elif unlike == "another function":
-        monkeypatch.setattr(made.run, "launch", lambda *args: card(*args))
+        monkeypatch.setattr(made.run, "launch", lambda *args: None)
     elif unlike == "sanitizer":
         monkeypatch.setattr(made.run, "gsan_enabled", True, raising=False)
     else:
         sizes = made.metadata._asdict() | {"global_scratch_size": 8}
         made = SimpleNamespace(run=made.run, metadata=SimpleNamespace(**sizes))
-    assert replay.Direct.of(made, (1, 1, 1), arguments["args"], []) is None
+    assert replay.Direct.of(made, (1, 1, 1), tuple(arguments["args"]), 1) is None
 
 
 def test_memory_starts_anew_when_full() -> None:

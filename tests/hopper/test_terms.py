@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -12,7 +11,7 @@ pytest.importorskip("triton")
 import emulator
 from modules import mutant
 
-from backlight.backends.hopper import BACKEND, elastic, forward, terms, tiles
+from backlight.backends.hopper import BACKEND, consumer, elastic, forward, terms, tiles
 from backlight.reference import oracle
 from cases import CASES, FP16, Case, case_id
 from gate import judge
@@ -61,10 +60,10 @@ TILES = (
 )
 
 
-def examine(case: Case, late: bool, module: ModuleType = forward) -> None:
+def examine(case: Case, late: bool) -> None:
     problem = case.make(FP16)
-    with emulator.emulated(module, late=late):
-        y, lse, u = module.forward(problem.call, save_u=True)
+    with emulator.emulated(forward, late=late):
+        y, lse, u = forward.forward(problem.call, save_u=True)
     verdict = judge(problem.call, None, None, {"y": y, "lse": lse})
     assert verdict.ok, f"{case.name}\n{verdict}"
     assert (u is None) == (case.tau is None)
@@ -94,7 +93,7 @@ def test_tiles(case: Case, late: bool) -> None:
 BIAS = {"causal": True, "bias": 60}
 TAU = {"causal": True, "tau": (-0.7, 0.4)}
 BROKEN = {
-    "band too short": (tiles, "(here < p.n_bias + s.shape[1] - 1)", "(here < p.n_bias)", forward, "seen_scores", BIAS),
+    "band too short": (tiles, "(here < p.n_bias + s.shape[1] - 1)", "(here < p.n_bias)", consumer, "seen_scores", BIAS),
     "distances of lower rows": (terms, "gl.expand_dims(down & 8, 1)", "gl.expand_dims(down & 0, 1)", tiles, "bias_tile", BIAS),
     "slope at 0": (
         terms,
@@ -116,16 +115,23 @@ BROKEN = {
         terms,
         "gl.where(first, 1.0, 0.0)",
         "gl.where(first, 1.0, 1.0)",
-        forward,
+        tiles,
         "sink_sums",
         {"sink": True},
     ),
-    "gate read in flight": (forward, "mbarrier.wait(p.gate_full.index(W), turn & 1)", "pass", None, "", {"gate": True}),
+    "gate read in flight": (
+        consumer,
+        "mbarrier.wait(p.gate_full.index(W), turn & 1)",
+        "pass",
+        forward,
+        "plain_consumer",
+        {"gate": True},
+    ),
     "gate of the next head": (
         tiles,
         "head // p.heads, head % p.heads,",
         "head // p.heads, 0,",
-        forward,
+        consumer,
         "load_gate",
         {"gate": True},
     ),
@@ -133,8 +139,8 @@ BROKEN = {
     "k never released": (elastic, "bar_arrive(K_EMPTY + stage, p.EVERYBODY)", "pass", forward, "elastic_consumer", TAU),
     "future keys leak": (
         elastic,
-        "block + SIDE, sk), weight, -INF)",
-        "block + SIDE, sk), weight, share)",
+        "block + SIDE, view.sk), weight, -INF)",
+        "block + SIDE, view.sk), weight, share)",
         forward,
         "elastic_consumer",
         TAU,
@@ -162,9 +168,6 @@ BROKEN = {
 def test_what_is_broken_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     module, old, new, target, attribute, options = BROKEN[name]
     monkeypatch.setattr(emulator, "PATIENCE", 0.5)
-    broken = mutant(tmp_path, module, old, new)
-    if target is not None:
-        monkeypatch.setattr(target, attribute, getattr(broken, attribute))
-        broken = forward
+    monkeypatch.setattr(target, attribute, getattr(mutant(tmp_path, module, old, new), attribute))
     with pytest.raises((RuntimeError, AssertionError)):
-        examine(Case("broken", b=1, hq=2, hkv=1, sq=300, sk=300, d=16, **options), late=True, module=broken)
+        examine(Case("broken", b=1, hq=2, hkv=1, sq=300, sk=300, d=16, **options), late=True)

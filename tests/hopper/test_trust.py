@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from modules import mutant
 from test_terms import examine
 
-from backlight.backends.hopper import again, elastic, forward, terms, tiles
+from backlight.backends.hopper import again, consumer, elastic, forward, producer, terms, tiles
 from backlight.backends.hopper.config import ForwardConfig
 from backlight.config import override
 from backlight.reference import oracle
@@ -40,13 +40,18 @@ WITH_TAU = (
     Case("packed,tau", hq=2, hkv=1, lengths_q=(300, 1, 0, 600), d=64, causal=True, tau=(-1.0, 0.4)),
 )
 TRUST = ForwardConfig(128, 3, pingpong=True, late_rescale=True, trust=True)
-FORWARD = (TRUST, ForwardConfig(64, 2, trust=True), ForwardConfig(128, 2, early_p=True, trust=True))
-ELASTIC = (ForwardConfig(128, 3, trust=True), ForwardConfig(64, 2, trust=True))
+FORWARD = (
+    TRUST,
+    ForwardConfig(64, 2, trust=True),
+    ForwardConfig(128, 2, early_p=True, trust=True),
+    ForwardConfig(128, 2, trust=True, q_buffers=2),
+)
+ELASTIC = (ForwardConfig(128, 3, trust=True), ForwardConfig(64, 2, trust=True), ForwardConfig(128, 3, trust=True, q_buffers=2))
 ORDERS = pytest.mark.parametrize("late", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["late", "early"])
 
 
 @ORDERS
-@pytest.mark.parametrize("config", FORWARD, ids=["3 in turns", "2", "2, early p"])
+@pytest.mark.parametrize("config", FORWARD, ids=["3 in turns", "2", "2, early p", "2, two of q"])
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_forward(case: Case, config: ForwardConfig, late: bool) -> None:
     with override("hopper.forward", config):
@@ -81,7 +86,7 @@ def test_single_hot_rows(hot: int) -> None:
 
 
 @ORDERS
-@pytest.mark.parametrize("config", ELASTIC, ids=["3", "2"])
+@pytest.mark.parametrize("config", ELASTIC, ids=["3", "2", "3, two of q"])
 @pytest.mark.parametrize("case", WITH_TAU, ids=case_id)
 def test_elastic(case: Case, config: ForwardConfig, late: bool) -> None:
     with override("hopper.elastic", config):
@@ -89,30 +94,34 @@ def test_elastic(case: Case, config: ForwardConfig, late: bool) -> None:
 
 
 BROKEN = {
-    "not remembered": (forward, "remember(p, ticket, lse_row, i0, W)", "pass", ""),
-    "all but the last forgotten": (again, "gl.max(p.again_s.index(W).load(four), 0).to(gl.float32)", "-1.0", "remember"),
-    "done again without care": (tiles, "near = gl.where(careful, begin, near)", "pass", "nearest"),
-    "any sum will do": (again, "else 2.0**15", "else 2.0**120", "largest_sum"),
-    "never rescaled": (forward, "o = rescaled_after(p, o, rescale, block + 1, near)", "pass", ""),
+    "not remembered": (again, "remember(p, ticket, lse_row, i0, W)", "pass", consumer, "kept"),
+    "all but the last forgotten": (
+        again,
+        "again_s.index(W).load(four), 0).to(gl.float32)",
+        "again_s.index(W).load(four), 0) * 0.0 - 1.0",
+        consumer,
+        "kept",
+    ),
+    "done again without care": (tiles, "near = gl.where(careful, view.begin, near)", "pass", consumer, "nearest"),
+    "done again too soon": (producer, "q_phase(p, turn + i) ^ 1)", "q_phase(p, turn + i))", forward, "producer"),
+    "any sum will do": (again, "else 2.0**15", "else 2.0**120", consumer, "largest_sum"),
+    "never rescaled": (consumer, "o = rescaled_after(p, o, rows.rescale, block + 1, near)", "pass", forward, "plain_consumer"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_broken_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    module, old, new, attribute = BROKEN[name]
+    module, old, new, user, attribute = BROKEN[name]
     monkeypatch.setattr(emulator, "PATIENCE", 0.5)
-    broken = mutant(tmp_path, module, old, new)
-    if attribute:
-        monkeypatch.setattr(forward, attribute, getattr(broken, attribute))
-        broken = forward
+    monkeypatch.setattr(user, attribute, getattr(mutant(tmp_path, module, old, new), attribute))
     case = Case("broken", b=1, hq=3, hkv=1, sq=700, sk=700, d=16, causal=True, **HOT)
     with override("hopper.forward", TRUST), pytest.raises((RuntimeError, AssertionError)):
-        examine(case, late=True, module=broken)
+        examine(case, late=True)
 
 
 def test_elastic_tiles_are_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = mutant(tmp_path, elastic, "remember(p, ticket, lse_row, i0, W)", "pass")
-    monkeypatch.setattr(forward, "elastic_consumer", broken.elastic_consumer)
+    broken = mutant(tmp_path, again, "remember(p, ticket, lse_row, i0, W)", "pass")
+    monkeypatch.setattr(elastic, "kept", broken.kept)
     with override("hopper.elastic", ELASTIC[0]), pytest.raises(AssertionError):
         examine(WITH_TAU[2], late=True)
 

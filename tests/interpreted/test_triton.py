@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton
 import triton.language as tl
 
-from backlight.backends.triton import primitives
+from backlight.backends.triton import primitives, softcap
 from backlight.backends.triton.config import KernelConfig
 from backlight.config import override
 from cases import BY_NAME, PACKED, SINGLES, TOGETHER, Case, case_id
@@ -76,9 +76,10 @@ WIDE = (
 
 
 @pytest.mark.parametrize("case", WIDE, ids=case_id)
-def test_wide_heads(case: Case) -> None:
-    """16-bit heads beyond 128 compute dv and dk in two launches."""
-    verdict = verdict_of(case, torch.float16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_wide_heads(case: Case, dtype: torch.dtype) -> None:
+    """16-bit heads beyond 128 compute dv and dk in two launches; fp32 has tiles of its own."""
+    verdict = verdict_of(case, dtype)
     assert verdict.ok, f"{case.name}\n{verdict}"
 
 
@@ -118,6 +119,8 @@ UNITS = (
     Case("bias,scale tiny", causal=True, bias=40, scale=1e-9),
     Case("softcap,saturated at 60", causal=True, softcap=60.0, logits=60.0),
     Case("softcap of 50", causal=True, softcap=50.0),
+    Case("softcap of 55,saturated", causal=True, softcap=55.0, logits=200.0),
+    Case("softcap of 300,saturated", causal=True, softcap=300.0, logits=500.0),
 )
 
 
@@ -129,22 +132,35 @@ def test_units_of_logits(case: Case, dtype: torch.dtype) -> None:
     assert verdict.ok, f"{case.name}\n{verdict}"
 
 
+def test_a_lone_key_under_a_softcap_weighs_one() -> None:
+    """exp2 of its logit is no power of two: without a reference the quotient of two roundings would be left."""
+    problem = Case("softcap,alone", causal=True, softcap=20.0, logits=5.0).make(torch.float32)
+    result = run(problem, "triton")
+    assert torch.equal(result["y"][:, :, 0], problem.call.v[:, :, 0])
+
+
 @triton.jit
-def _tanh_kernel(x_ptr, y_ptr, factor, V: tl.constexpr, N: tl.constexpr):
+def _softcap_kernel(x_ptr, y_ptr, slope_ptr, factor, gain, addend, V: tl.constexpr, COARSE: tl.constexpr, N: tl.constexpr):
     lanes = tl.arange(0, N)
-    tl.store(y_ptr + lanes, primitives.tanh(tl.load(x_ptr + lanes), factor, V))
+    y, slope = softcap.softcapped(tl.load(x_ptr + lanes), factor, gain, addend, V, "apart")
+    tl.store(y_ptr + lanes, y)
+    tl.store(slope_ptr + lanes, slope)
 
 
 @pytest.mark.parametrize("precise", [False, True])
-@pytest.mark.parametrize("factor", [0.01, 1.0, -3.0])
-def test_tanh(factor: float, precise: bool) -> None:
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize("factor", [1e-12, 0.01, 1.0, -3.0])
+def test_softcap(factor: float, coarse: bool, precise: bool) -> None:
+    """tanh to fp32, its slope to what 16 bits can tell."""
     flags = dict.fromkeys(primitives.Variant._fields, False) | {"FP32": precise}
-    x = torch.cat((torch.linspace(-8.0, 8.0, 8185), torch.tensor([0.0, -0.0, 1e-20, -1e-6, 1e4, -1e4, 0.5]))) / abs(factor)
-    y = torch.empty_like(x)
-    _tanh_kernel[(1,)](x, y, factor, V=primitives.Variant(**flags), N=8192)
-    truth = torch.tanh(x.double() * factor)
-    error = (y.double() - truth).abs()
-    assert (error <= 1e-6 * truth.abs() + 1e-30).all()
+    special = torch.tensor([0.0, -0.0, 1e-20, -1e-6, 1e4, -1e4, 0.5])
+    x = torch.cat((torch.linspace(-8.0, 8.0, 4096), torch.linspace(-0.3, 0.3, 4089), special)) / max(abs(factor), 1e-3)
+    y, slope = torch.empty_like(x), torch.empty_like(x)
+    _softcap_kernel[(1,)](x, y, slope, factor, 20.0, 0.0, V=primitives.Variant(**flags), COARSE=coarse, N=8192)
+    truth = torch.tanh(x.double() * torch.tensor(factor).double())
+    error = (y.double() - 20.0 * truth).abs()
+    assert (error <= 20.0 * (4e-7 * truth.abs() + 1e-30)).all()
+    assert ((slope.double() - (1 - truth**2)).abs() <= (2.1e-4 if coarse and not precise else 2e-6)).all()
 
 
 @pytest.mark.parametrize("blocks", [(16, 16), (16, 64), (32, 64), (64, 64)], ids=str)

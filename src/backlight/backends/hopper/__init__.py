@@ -13,8 +13,8 @@ from torch import Tensor
 from backlight.call import Call, Memory
 
 MAX_HEAD_DIM = 256
-# with learned terms: o and u of an elastic row do not fit into registers beyond, and nobody has timed the others
-MAX_TERMS_DIM = 128
+# with tau: o and u of a row do not fit into registers beyond
+MAX_TAU_DIM = 128
 CAPABILITY = (9, 0)
 # coordinates of TMA have 32 bits; rows of a head are padded to whole blocks
 MAX_ROWS = 1 << 31
@@ -51,7 +51,7 @@ def host() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], 
     """Host functions of the two directions and what runs them; with them comes Triton. An import statement takes its time."""
     from backlight.backends.hopper.backward import backward
     from backlight.backends.hopper.forward import forward
-    from backlight.backends.hopper.program import known, replayed
+    from backlight.backends.replaying.program import known, replayed
 
     return forward, backward, replayed, known
 
@@ -90,9 +90,8 @@ class HopperBackend:
                 reasons.append(f"head dimension {width} of {name} is not a multiple of 8")
         if getattr(call, "part", None) is not None:
             reasons.append("parts of a larger problem are not supported")
-        terms = (*spec.terms, *["softcap"] * (spec.softcap is not None))
-        if terms and max(call.q.shape[-1], call.v.shape[-1]) > MAX_TERMS_DIM:
-            reasons.append(f"{terms[0]} with heads wider than {MAX_TERMS_DIM}")
+        if spec.tau and call.v.shape[-1] > MAX_TAU_DIM:
+            reasons.append(f"tau with head dimension {call.v.shape[-1]} of v above {MAX_TAU_DIM}")
         if call.q.shape[0] * call.q.shape[1] * (call.q.shape[2] + ROW_BLOCK) >= MAX_ROWS:
             reasons.append(
                 f"{call.q.shape[0] * call.q.shape[1]} heads of {call.q.shape[2]} rows need more than 31 bits to count"

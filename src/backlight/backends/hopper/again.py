@@ -1,10 +1,10 @@
 """Tiles that are done again.
 
-With `trust`, blocks without mask and bias are weighed relative to the maximum of the blocks before them. Scores that rise far
+With `trust`, blocks without a mask are weighed relative to the maximum of the blocks before them. Scores that rise far
 above it make weights and sums too large, which the sums tell at the end of a row (`doubtful`). Such a tile is not stored but
-remembered, and done again with care, for the warpgroup whose rows it was, after the CTA's last tile. Each warpgroup has a list
-of them; the link from one to the next waits in the lse that is still to be written. What is done again depends on the scores
-alone, so that the result does not depend on the order in which tiles are drawn.
+remembered, and done again with care, for the warpgroups whose rows they were, after the CTA's last tile. Each warpgroup has a
+list of them; the link from one to the next waits in the lse that is still to be written. What is done again depends on the
+scores alone, so that the result does not depend on the order in which tiles are drawn.
 """
 
 from triton.experimental import gluon
@@ -23,21 +23,39 @@ def ticket_of(p, slot):
 
 
 @gluon.jit
-def first_again(p, W: gl.constexpr):
+def first_again(p):
+    """The last tile that each of three warpgroups has to do again, -1 for none."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    return gl.max(p.again_s.index(W).load(one), 0)
+    first = gl.max(p.again_s.index(0).load(one), 0)
+    second = gl.max(p.again_s.index(1).load(one), 0)
+    third = first * 0 - 1
+    if p.NC == 3:
+        third = gl.max(p.again_s.index(2).load(one), 0)
+    return first, second, third
 
 
 @gluon.jit
-def next_again(p, head, z, block, W: gl.constexpr):
-    """The link that `remember` left."""
+def next_again(p, tiles, tile, head, z, block):
+    """`first_again` without `tile`, which heads some lists: the links that `remember` left; and whose lists those are."""
+    first, second, third = tiles
     q_start, _, _, _ = lengths(p, z)
-    row = head.to(gl.int64) * p.sq + q_start + block * (p.NC * WM) + W * WM
-    return gl.load(p.lse_ptr + row).to(gl.int32)
+    links = p.lse_ptr + head.to(gl.int64) * p.sq + q_start + block * (p.NC * WM)
+    owners = tile * 0
+    if first == tile:
+        first = gl.load(links).to(gl.int32)
+        owners += 1
+    if second == tile:
+        second = gl.load(links + WM).to(gl.int32)
+        owners += 2
+    if third == tile:
+        third = gl.load(links + 2 * WM).to(gl.int32)
+        owners += 4
+    return (first, second, third), owners
 
 
-# up to which sum a row's first maximum is good enough in fp32: far from where O could overflow
-LARGEST_SUM = gl.constexpr(2.0**32)
+# up to which sum a row's first maximum is good enough (44 nats above it): O has as much room again before it overflows, and an
+# exponent of 64 is rounded as an lse of 44 is
+LARGEST_SUM = gl.constexpr(2.0**64)
 
 
 @gluon.constexpr_function
@@ -62,7 +80,21 @@ def remember(p, ticket, lse_row, i0, W: gl.constexpr):
 
 @gluon.jit
 def valid(p, ticket, W: gl.constexpr):
-    """Whether this warpgroup stores a tile: it was not remembered just now, or it is done again for this warpgroup."""
-    four: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    newest = gl.max(p.again_s.index(W).load(four), 0)
-    return ((ticket >= 0) & (newest != ticket)) | ((ticket < 0) & (((-1 - ticket) & 3) == W))
+    """Whether this warpgroup stores a tile: it was not remembered just now, or it is done again for it and maybe others."""
+    stores: gl.constexpr = True
+    if p.TRUST:
+        four: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        newest = gl.max(p.again_s.index(W).load(four), 0)
+        stores = ((ticket >= 0) & (newest != ticket)) | ((ticket < 0) & (((-1 - ticket) & (1 << W)) != 0))
+    return stores
+
+
+@gluon.jit
+def kept(p, total, rows, sq, ticket, lse_row, i0, LARGEST: gl.constexpr, W: gl.constexpr):
+    """Rows whose lse is stored; a tile that has to be done again is remembered and keeps none."""
+    keep = rows < sq
+    if p.TRUST:
+        if doubtful(total, rows, sq, ticket, LARGEST):
+            remember(p, ticket, lse_row, i0, W)
+        keep = keep & valid(p, ticket, W)
+    return keep

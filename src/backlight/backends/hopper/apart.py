@@ -3,6 +3,9 @@
 The same tile and the same five products as in `backward.py`, but a warpgroup owns 64 of the 128 keys and meets the other in ds
 alone: dq of a block needs the ds of all keys, so it is made one block later (ds has two buffers), and neither waits for the
 other unless it is a whole block ahead. Each leaves its half of the rows of dq to a warp of its own.
+
+A CTA works on one key tile after the other (`keytiles.py`) and nothing stops between them: K and V have two buffers, the dq of
+a tile's last block is made in the next tile's first, and dk and dv leave through the memory of dq tiles, by the same warp.
 """
 
 # device code: compiled by Triton from its own types, never run by Python
@@ -20,24 +23,47 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from backlight.backends.hopper.compat import arguments, smem_reinterpret, tma_load, tma_reduce_add
+from backlight.backends.hopper.compat import arguments, smem_reinterpret, tma_reduce_add
+from backlight.backends.hopper.config import keys_together
 from backlight.backends.hopper.dq import dq_half_layout
+from backlight.backends.hopper.keytiles import (
+    BEGIN,
+    BOTH_ENDS,
+    CAREFUL_END,
+    END,
+    EVERYBODY,
+    FIRST_ROWS,
+    LAST_ROWS,
+    PLAIN,
+    PLAIN_BEGIN,
+    PLAIN_END,
+    SLOT,
+    VISIT,
+    drawn,
+    key_tile,
+    load_rows,
+    meet_arrivals,
+    programs_of,
+    publish,
+    publish_end,
+    published,
+    published_tile,
+    seen_rows,
+    tile_row,
+    told,
+)
 from backlight.backends.hopper.launch import Launch
 from backlight.backends.hopper.prepass import Rows
 from backlight.backends.hopper.primitives import (
     WM,
+    afresh,
     bar_arrive,
     bar_sync,
     barriers,
-    between,
-    from_on,
     load_tile,
-    locate,
     mma_over_columns,
     phase_of,
     pieces,
-    row_blocks,
-    row_limits,
     stage_of,
     store_tile,
 )
@@ -50,8 +76,7 @@ Q_EMPTY = gl.constexpr(6)
 DO_EMPTY = gl.constexpr(8)
 DQ_FULL = gl.constexpr(10)
 DS_FULL = gl.constexpr(12)
-# who comes to them: both warpgroups and the loader, both warpgroups, a warpgroup and its reducer
-EVERYBODY = gl.constexpr(256 + 32)
+# who comes to them: both warpgroups, a warpgroup and its reducer; to the first two EVERYBODY
 PAIR = gl.constexpr(256)
 ONE = gl.constexpr(128 + 32)
 
@@ -67,6 +92,11 @@ class Apart:
     lse_desc: tma.tensor_descriptor
     delta_desc: tma.tensor_descriptor
     acc_desc: tma.tensor_descriptor
+    cu_q_ptr: gl.tensor
+    cu_k_ptr: gl.tensor
+    cu_key_tiles_ptr: gl.tensor
+    cu_row_tiles_ptr: gl.tensor
+    counter_ptr: gl.tensor
     k_s: gl.shared_memory_descriptor
     v_s: gl.shared_memory_descriptor
     q_s: gl.shared_memory_descriptor
@@ -74,88 +104,135 @@ class Apart:
     lse_s: gl.shared_memory_descriptor
     delta_s: gl.shared_memory_descriptor
     ds_s: gl.shared_memory_descriptor
-    dq_s: gl.shared_memory_descriptor
+    out_s: gl.shared_memory_descriptor
+    tile_s: gl.shared_memory_descriptor
+    tile_full: gl.shared_memory_descriptor
+    tile_empty: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor
+    kv_empty: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
-    dq_empty: gl.shared_memory_descriptor
-    b: gl.tensor
-    kv_head: gl.tensor
+    out_empty: gl.shared_memory_descriptor
+    dynamic: gl.tensor
+    counter: gl.tensor
+    n_segments: gl.tensor
+    n_tiles: gl.tensor
+    key_tiles: gl.tensor
+    row_tiles: gl.tensor
+    together: gl.tensor
     heads: gl.tensor
     group: gl.tensor
-    q_start: gl.tensor
-    k_start: gl.tensor
     sq: gl.tensor
     sk: gl.tensor
-    j0: gl.tensor
-    row_tiles: gl.tensor
-    first_tile: gl.tensor
-    begin: gl.tensor
-    plain_begin: gl.tensor
-    plain_end: gl.tensor
-    end: gl.tensor
     left: gl.tensor
     right: gl.tensor
     scale: gl.tensor
     scale_log2: gl.tensor
     D: gl.constexpr
     DV: gl.constexpr
+    BM: gl.constexpr
+    BN: gl.constexpr
+    ST: gl.constexpr
+    Q_EMPTY: gl.constexpr
+    DO_EMPTY: gl.constexpr
+    WARPS: gl.constexpr
+    BIAS: gl.constexpr
+    TAU: gl.constexpr
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     VARLEN: gl.constexpr
 
 
-@gluon.jit
-def tile_row(p, member, i):
-    """First row of a row block in the padded fp32 tensors lse, delta and dq accumulator."""
-    head = p.b * p.heads + p.kv_head * p.group + member
-    return (head * p.row_tiles + p.first_tile + i) * ROWS
+@arguments
+class Sums:
+    """What a warpgroup carries from block to block; `before`: where K of the block before lies."""
+
+    dk: gl.tensor
+    dv: gl.tensor
+    count: gl.tensor
+    before: gl.tensor
 
 
 @gluon.jit
 def loader(p):
-    mbarrier.expect(p.kv_full.index(0), 2 * (p.k_desc.block_type.nbytes + p.v_desc.block_type.nbytes))
-    for w in gl.static_range(2):
-        load_tile(p.k_desc, p.b, p.kv_head, p.k_start, p.sk, p.j0 + w * WM, p.kv_full.index(0), p.k_s.index(w), p.VARLEN)
-        load_tile(p.v_desc, p.b, p.kv_head, p.k_start, p.sk, p.j0 + w * WM, p.kv_full.index(0), p.v_s.index(w), p.VARLEN)
-    count = p.begin * 0
-    for member in range(p.group):
-        h = p.kv_head * p.group + member
-        for i in range(p.begin, p.end):
-            stage = stage_of(count, STAGES)
-            row = tile_row(p, member, i)
-            if count >= STAGES:
-                bar_sync(Q_EMPTY + stage, EVERYBODY)
-            mbarrier.expect(p.q_full.index(stage), p.q_desc.block_type.nbytes + ROWS * 4)
-            load_tile(p.q_desc, p.b, h, p.q_start, p.sq, i * ROWS, p.q_full.index(stage), p.q_s.index(stage), p.VARLEN)
-            tma_load(p.lse_desc, [row], p.q_full.index(stage), p.lse_s.index(stage))
-            if count >= STAGES:
-                bar_sync(DO_EMPTY + stage, EVERYBODY)
-            mbarrier.expect(p.do_full.index(stage), p.do_desc.block_type.nbytes + ROWS * 4)
-            load_tile(p.do_desc, p.b, h, p.q_start, p.sq, i * ROWS, p.do_full.index(stage), p.do_s.index(stage), p.VARLEN)
-            tma_load(p.delta_desc, [row], p.do_full.index(stage), p.delta_s.index(stage))
-            count += 1
-    # every arrival is met, those of the last round included
-    for i in gl.static_range(STAGES):
-        if count >= STAGES - i:
-            bar_sync(Q_EMPTY + stage_of(count + i, STAGES), EVERYBODY)
-            bar_sync(DO_EMPTY + stage_of(count + i, STAGES), EVERYBODY)
+    count = p.sq * 0
+    visits = count
+    turn = count
+    number = gl.program_id(0)
+    while number < p.n_tiles:
+        t = key_tile(p, number)
+        publish(p, turn, number, visits, t)
+        if t.end > t.begin:
+            side = visits & 1
+            full = p.kv_full.index(side)
+            # both reducers have seen that the tile before last is done with
+            mbarrier.wait(p.kv_empty.index(side), ((visits - 1) >> 1) & 1)
+            mbarrier.expect(full, 2 * (p.k_desc.block_type.nbytes + p.v_desc.block_type.nbytes))
+            for w in gl.static_range(2):
+                load_tile(p.k_desc, t.b, t.kv_head, t.k_start, t.sk, t.j0 + w * WM, full, p.k_s.index(side * 2 + w), p.VARLEN)
+                load_tile(p.v_desc, t.b, t.kv_head, t.k_start, t.sk, t.j0 + w * WM, full, p.v_s.index(side * 2 + w), p.VARLEN)
+            visits += 1
+        for member in range(p.group):
+            for i in range(t.begin, t.end):
+                load_rows(p, t, member, i, count)
+                count += 1
+        turn += 1
+        number = drawn(p, number)
+    publish_end(p, turn)
+    meet_arrivals(p, count)
+
+
+@gluon.jit
+def dq_memory(p, W: gl.constexpr):
+    """Where a warpgroup leaves its rows of dq, as `reducer` reads it."""
+    return smem_reinterpret(p.out_s.index(W), gl.float32, p.acc_desc.block_type.shape, p.acc_desc.layout)
+
+
+@gluon.jit
+def dk_dv_memory(p, w):
+    """The same memory as a warpgroup's rows of dk and dv: [2, 64, width]."""
+    WIDTH: gl.constexpr = p.out_s.shape[2]
+    dtype: gl.constexpr = p.q_desc.dtype
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WM, WIDTH], dtype)
+    return smem_reinterpret(p.out_s.index(w), dtype, [2, WM, WIDTH], layout)
 
 
 @gluon.jit
 def reducer(p, W: gl.constexpr):
-    """Adds a warpgroup's half of the dq tiles to global memory."""
-    if p.end > p.begin:
-        tile = smem_reinterpret(p.dq_s.index(W), gl.float32, p.acc_desc.block_type.shape, p.acc_desc.layout)
-        # that of the block before the first
-        bar_sync(DQ_FULL + W, ONE)
-        mbarrier.arrive(p.dq_empty.index(W), count=1)
+    """Adds a warpgroup's half of the dq tiles to global memory, stores its dk and dv, and tells when K and V are done with."""
+    visits = p.sq * 0
+    row = visits - 1
+    turn = visits
+    number = published(p, turn, 1)
+    while number >= 0:
+        t = published_tile(p, turn)
+        fresh = t.end > t.begin
         for member in range(p.group):
-            for i in range(p.begin, p.end):
+            for i in range(t.begin, t.end):
+                # dq of the block before: none before the first
                 bar_sync(DQ_FULL + W, ONE)
-                tma_reduce_add(p.acc_desc, [tile_row(p, member, i) + W * WM, 0], tile)
-                tma.store_wait(0)
-                mbarrier.arrive(p.dq_empty.index(W), count=1)
+                if row >= 0:
+                    tma_reduce_add(p.acc_desc, [row, 0], dq_memory(p, W))
+                    tma.store_wait(0)
+                mbarrier.arrive(p.out_empty.index(W), count=1)
+                if fresh:
+                    mbarrier.arrive(p.kv_empty.index((visits & 1) ^ 1), count=1)
+                    visits += 1
+                fresh = visits < 0
+                row = tile_row(p, t, member, i) + W * WM
+        bar_sync(DQ_FULL + W, ONE)
+        out = dk_dv_memory(p, W)
+        store_tile(p.dk_desc, t.b, t.kv_head, t.k_start, t.sk, t.j0 + W * WM, out.index(0), p.VARLEN)
+        store_tile(p.dv_desc, t.b, t.kv_head, t.k_start, t.sk, t.j0 + W * WM, out.index(1), p.VARLEN)
+        tma.store_wait(0)
+        mbarrier.arrive(p.out_empty.index(W), count=1)
+        mbarrier.arrive(p.tile_empty.index(turn & 1), count=1)
+        turn += 1
+        number = published(p, turn, 1)
+    bar_sync(DQ_FULL + W, ONE)
+    if row >= 0:
+        tma_reduce_add(p.acc_desc, [row, 0], dq_memory(p, W))
+        tma.store_wait(0)
 
 
 @gluon.constexpr_function
@@ -165,7 +242,7 @@ def tile_layout(N):
 
 
 @gluon.jit
-def dq_of_before(p, count, W: gl.constexpr):
+def dq_of_before(p, count, side, W: gl.constexpr):
     """This warpgroup's rows of dq = ds k of the block before, over the keys of both; in flight."""
     BD: gl.constexpr = p.k_s.shape[2]
     before = (count & 1) ^ 1
@@ -173,54 +250,51 @@ def dq_of_before(p, count, W: gl.constexpr):
     bar_sync(DS_FULL + (1 - W) * 2 + before, PAIR)
     for w in gl.static_range(2):
         ds = p.ds_s.index(before * 2 + w).slice(W * WM, WM, 1)
-        dq = warpgroup_mma(ds.permute((1, 0)), p.k_s.index(w), dq, use_acc=w > 0, is_async=True)
+        dq = warpgroup_mma(ds.permute((1, 0)), p.k_s.index(side * 2 + w), dq, use_acc=w > 0, is_async=True)
     return dq
 
 
 @gluon.jit
-def leave_dq(p, dq, count, W: gl.constexpr):
+def leave_dq(p, dq, uses, W: gl.constexpr):
     """Put dq where `reducer` finds it."""
-    mbarrier.wait(p.dq_empty.index(W), (count & 1) ^ 1)
-    smem_reinterpret(p.dq_s.index(W), gl.float32, dq.shape, dq_half_layout(dq.shape[1])).store(dq)
+    mbarrier.wait(p.out_empty.index(W), (uses & 1) ^ 1)
+    smem_reinterpret(p.out_s.index(W), gl.float32, dq.shape, dq_half_layout(dq.shape[1])).store(dq)
 
 
 @gluon.jit
-def row_block(p, dk, dv, i, count, W: gl.constexpr, MASKED: gl.constexpr):
+def row_block(p, turn, sums, side, i, W: gl.constexpr, MASK: gl.constexpr):
     """One row block: dq of the one before goes out, dk and dv grow."""
+    dk = sums.dk
+    dv = sums.dv
+    count = sums.count
+    BM: gl.constexpr = p.BM
     dtype: gl.constexpr = p.q_desc.dtype
-    s_l: gl.constexpr = tile_layout(ROWS)
+    s_l: gl.constexpr = tile_layout(BM)
     row_l: gl.constexpr = gl.SliceLayout(0, s_l)
     a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
     PIECES: gl.constexpr = len(pieces(p.DV, p.v_s.shape[2]))
-    zero = gl.zeros([WM, ROWS], gl.float32, s_l)
+    zero = gl.zeros([WM, BM], gl.float32, s_l)
     stage = stage_of(count, STAGES)
     phase = phase_of(count, STAGES)
     q = p.q_s.index(stage)
     do = p.do_s.index(stage)
     mbarrier.wait(p.q_full.index(stage), phase)
-    s_token = mma_over_columns(p.k_s.index(W), q, zero, p.D)
+    s_token = mma_over_columns(p.k_s.index(side * 2 + W), q, zero, p.D)
     mbarrier.wait(p.do_full.index(stage), phase)
-    dp_token = mma_over_columns(p.v_s.index(W), do, zero, p.DV)
+    dp_token = mma_over_columns(p.v_s.index(side * 2 + W), do, zero, p.DV)
     s = warpgroup_mma_wait(PIECES, deps=[s_token])
     # row values are read late: registers are short
     pt = gl.exp2(s * p.scale_log2 - gl.expand_dims(p.lse_s.index(stage).load(row_l), 0))
-    if MASKED:
-        key = p.j0 + W * WM + gl.arange(0, WM, gl.SliceLayout(1, s_l))
-        first, end = row_limits(key, p.sq, p.sk, p.left, p.right, p.HAS_LEFT, p.HAS_RIGHT)
-        columns = gl.arange(0, ROWS, row_l)
-        if p.HAS_LEFT:
-            seen = between(first - i * ROWS, end - i * ROWS, columns)
-        else:
-            seen = from_on(first - i * ROWS, columns)
-        pt = gl.where(seen, pt, 0.0)
+    if MASK != PLAIN:
+        pt = gl.where(seen_rows(p, turn, s, W * WM, i, MASK), pt, 0.0)
     dp = warpgroup_mma_wait(0, deps=[dp_token])
     p16 = gl.convert_layout(pt.to(dtype), a_l, assert_trivial=True)
     ds16 = (pt * (dp - gl.expand_dims(p.delta_s.index(stage).load(row_l), 0))).to(dtype)
-    dq_token = dq_of_before(p, count, W)
+    dq_token = dq_of_before(p, count, sums.before, W)
     dv_token = warpgroup_mma(p16, do, dv, is_async=True)
     dk_token = warpgroup_mma(gl.convert_layout(ds16, a_l, assert_trivial=True), q, dk, is_async=True)
     # both stores run under the matmuls of dv and dk
-    leave_dq(p, warpgroup_mma_wait(2, deps=[dq_token]), count, W)
+    leave_dq(p, warpgroup_mma_wait(2, deps=[dq_token]), count + turn, W)
     p.ds_s.index((count & 1) * 2 + W).store(ds16)
     fence_async_shared()
     bar_arrive(DQ_FULL + W, ONE)
@@ -229,53 +303,67 @@ def row_block(p, dk, dv, i, count, W: gl.constexpr, MASKED: gl.constexpr):
     bar_arrive(DO_EMPTY + stage, EVERYBODY)
     dk = warpgroup_mma_wait(0, deps=[dk_token])
     bar_arrive(Q_EMPTY + stage, EVERYBODY)
-    return dk, dv
+    return Sums(dk=dk, dv=dv, count=count + 1, before=side)
 
 
 @gluon.jit
-def row_loop(p, dk, dv, count, first, last, W: gl.constexpr, MASKED: gl.constexpr):
-    """Row blocks [first, last)."""
-    for i in range(first, last):
-        dk, dv = row_block(p, dk, dv, i, count, W, MASKED)
-        count += 1
-    return dk, dv, count
+def row_loop(p, turn, sums, side, FIRST: gl.constexpr, LAST: gl.constexpr, W: gl.constexpr, MASK: gl.constexpr):
+    """Row blocks between two of the published borders."""
+    for i in range(told(p, turn, FIRST, p.WARPS), told(p, turn, LAST, p.WARPS)):
+        sums = row_block(p, turn, sums, side, i, W, MASK)
+    return sums
 
 
 @gluon.jit
 def gradients(p, W: gl.constexpr):
-    """64 keys."""
+    """64 of the keys of every tile."""
     BD: gl.constexpr = p.k_s.shape[2]
     BDV: gl.constexpr = p.v_s.shape[2]
     dtype: gl.constexpr = p.q_desc.dtype
-    dk = gl.zeros([WM, BD], gl.float32, tile_layout(BD))
-    dv = gl.zeros([WM, BDV], gl.float32, tile_layout(BDV))
-    if p.end > p.begin:
-        # there is no block before the first
-        p.ds_s.index(2 + W).store(gl.zeros([WM, ROWS], dtype, tile_layout(ROWS)))
-        fence_async_shared()
-        bar_arrive(DS_FULL + W * 2 + 1, PAIR)
-    mbarrier.wait(p.kv_full.index(0), 0)
-    count = p.begin * 0
-    for _member in range(p.group):
-        dk, dv, count = row_loop(p, dk, dv, count, p.begin, p.plain_begin, W, True)
-        dk, dv, count = row_loop(p, dk, dv, count, p.plain_begin, p.plain_end, W, False)
-        if p.HAS_LEFT:
-            dk, dv, count = row_loop(p, dk, dv, count, p.plain_end, p.end, W, True)
-    p.v_s.index(W).store(dv.to(dtype))
-    if p.end > p.begin:
-        leave_dq(p, warpgroup_mma_wait(0, deps=[dq_of_before(p, count, W)]), count, W)
+    dk_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WM, BD], dtype)
+    dv_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WM, BDV], dtype)
+    count = p.sq * 0
+    before = count
+    turn = count
+    number = published(p, turn, p.WARPS)
+    # there is no block before the first: its dq is made of anything and goes nowhere
+    bar_arrive(DS_FULL + W * 2 + 1, PAIR)
+    while number >= 0:
+        dk = gl.zeros([WM, BD], gl.float32, tile_layout(BD))
+        dv = gl.zeros([WM, BDV], gl.float32, tile_layout(BDV))
+        sums = Sums(dk=dk, dv=dv, count=count, before=before)
+        visit = told(p, turn, VISIT, p.WARPS)
+        side = visit & 1
+        if told(p, turn, END, p.WARPS) > told(p, turn, BEGIN, p.WARPS):
+            mbarrier.wait(p.kv_full.index(side), (visit >> 1) & 1)
+        for _member in range(p.group):
+            if p.HAS_LEFT:
+                sums = row_loop(p, turn, sums, side, BEGIN, CAREFUL_END, W, BOTH_ENDS)
+            sums = row_loop(p, turn, sums, side, CAREFUL_END, PLAIN_BEGIN, W, FIRST_ROWS)
+            sums = row_loop(p, turn, sums, side, PLAIN_BEGIN, PLAIN_END, W, PLAIN)
+            if p.HAS_LEFT:
+                sums = row_loop(p, turn, sums, side, PLAIN_END, END, W, LAST_ROWS)
+        count = sums.count
+        before = sums.before
+        mbarrier.wait(p.out_empty.index(W), ((count + turn) & 1) ^ 1)
+        out = dk_dv_memory(p, afresh(W))
+        smem_reinterpret(out.index(0), dtype, [WM, BD], dk_l).store((sums.dk * p.scale).to(dtype))
+        smem_reinterpret(out.index(1), dtype, [WM, BDV], dv_l).store(sums.dv.to(dtype))
         fence_async_shared()
         bar_arrive(DQ_FULL + W, ONE)
-        # both have read k for the last time: its shared memory takes dk
-        bar_sync(DS_FULL + (count & 1), PAIR)
-    p.k_s.index(W).store((dk * p.scale).to(dtype))
+        turn += 1
+        number = published(p, turn, p.WARPS)
+    leave_dq(p, warpgroup_mma_wait(0, deps=[dq_of_before(p, count, before, W)]), count + turn, W)
     fence_async_shared()
-    store_tile(p.dv_desc, p.b, p.kv_head, p.k_start, p.sk, p.j0 + W * WM, p.v_s.index(W), p.VARLEN)
-    store_tile(p.dk_desc, p.b, p.kv_head, p.k_start, p.sk, p.j0 + W * WM, p.k_s.index(W), p.VARLEN)
-    tma.store_wait(0)
+    bar_arrive(DQ_FULL + W, ONE)
 
 
-@gluon.jit(do_not_specialize=["n_segments", "row_tiles", "heads", "group", "sq", "sk", "left", "right"])
+@gluon.jit(
+    do_not_specialize=[
+        *("dynamic", "counter", "n_segments", "n_tiles", "key_tiles", "row_tiles", "together"),
+        *("heads", "group", "sq", "sk", "left", "right"),
+    ]
+)
 def _bwd_apart_kernel(
     q_desc,
     do_desc,
@@ -290,8 +378,14 @@ def _bwd_apart_kernel(
     cu_k_ptr,
     cu_key_tiles_ptr,
     cu_row_tiles_ptr,
+    counter_ptr,
+    dynamic,
+    counter,
     n_segments,
+    n_tiles,
+    key_tiles,
     row_tiles,
+    together,
     heads,
     group,
     sq,
@@ -308,36 +402,14 @@ def _bwd_apart_kernel(
     HAS_RIGHT: gl.constexpr,
     VARLEN: gl.constexpr,
 ):
-    BN: gl.constexpr = 2 * WM
     dtype: gl.constexpr = q_desc.dtype
-    tile = gl.program_id(0)
-    kv_heads = heads // group
-    b = gl.program_id(1) // kv_heads
-    kv_head = gl.program_id(1) % kv_heads
-    q_start = tile * 0
-    k_start = tile * 0
-    first_tile = tile * 0
-    if VARLEN:
-        z, before = locate(tile, cu_key_tiles_ptr, n_segments)
-        if z >= n_segments:
-            return
-        tile -= before
-        q_start = gl.load(cu_q_ptr + z)
-        k_start = gl.load(cu_k_ptr + z)
-        sq = gl.load(cu_q_ptr + z + 1) - q_start
-        sk = gl.load(cu_k_ptr + z + 1) - k_start
-        first_tile = gl.load(cu_row_tiles_ptr + z)
-    j0 = tile * BN
-    last = gl.minimum(j0 + BN, sk) - 1
-    begin, plain_begin, plain_end, end = row_blocks(j0, last, sq, sk, left, right, ROWS, HAS_LEFT, HAS_RIGHT)
-    if j0 + BN > sk:
-        plain_begin = end
-        plain_end = end
+    WIDTH: gl.constexpr = max(BD, BDV)
     k_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WM, BD], dtype)
     v_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WM, BDV], dtype)
     q_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BD], dtype)
     do_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BDV], dtype)
     ds_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WM, ROWS], dtype)
+    out_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WM, WIDTH], gl.float32)
     args = Apart(
         q_desc=q_desc,
         do_desc=do_desc,
@@ -348,39 +420,52 @@ def _bwd_apart_kernel(
         lse_desc=lse_desc,
         delta_desc=delta_desc,
         acc_desc=acc_desc,
-        k_s=gl.allocate_shared_memory(dtype, [2, WM, BD], k_l),
-        v_s=gl.allocate_shared_memory(dtype, [2, WM, BDV], v_l),
+        cu_q_ptr=cu_q_ptr,
+        cu_k_ptr=cu_k_ptr,
+        cu_key_tiles_ptr=cu_key_tiles_ptr,
+        cu_row_tiles_ptr=cu_row_tiles_ptr,
+        counter_ptr=counter_ptr,
+        k_s=gl.allocate_shared_memory(dtype, [4, WM, BD], k_l),
+        v_s=gl.allocate_shared_memory(dtype, [4, WM, BDV], v_l),
         q_s=gl.allocate_shared_memory(dtype, [STAGES, ROWS, BD], q_l),
         do_s=gl.allocate_shared_memory(dtype, [STAGES, ROWS, BDV], do_l),
         lse_s=gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], lse_desc.layout),
         delta_s=gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], delta_desc.layout),
         ds_s=gl.allocate_shared_memory(dtype, [4, WM, ROWS], ds_l),
-        dq_s=gl.allocate_shared_memory(gl.float32, [2, WM, BD], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
-        kv_full=barriers(1, 1),
+        out_s=gl.allocate_shared_memory(gl.float32, [2, WM, WIDTH], out_l),
+        tile_s=gl.allocate_shared_memory(gl.int32, [2 * SLOT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        tile_full=barriers(2, 1),
+        tile_empty=barriers(2, 2),
+        kv_full=barriers(2, 1),
+        kv_empty=barriers(2, 2),
         q_full=barriers(STAGES, 1),
         do_full=barriers(STAGES, 1),
-        dq_empty=barriers(2, 1),
-        b=b,
-        kv_head=kv_head,
+        out_empty=barriers(2, 1),
+        dynamic=dynamic,
+        counter=counter,
+        n_segments=n_segments,
+        n_tiles=n_tiles,
+        key_tiles=key_tiles,
+        row_tiles=row_tiles,
+        together=together,
         heads=heads,
         group=group,
-        q_start=q_start,
-        k_start=k_start,
         sq=sq,
         sk=sk,
-        j0=j0,
-        row_tiles=row_tiles,
-        first_tile=first_tile,
-        begin=begin,
-        plain_begin=plain_begin,
-        plain_end=plain_end,
-        end=end,
         left=left,
         right=right,
         scale=scale,
         scale_log2=scale_log2,
         D=D,
         DV=DV,
+        BM=ROWS,
+        BN=2 * WM,
+        ST=STAGES,
+        Q_EMPTY=Q_EMPTY,
+        DO_EMPTY=DO_EMPTY,
+        WARPS=4,
+        BIAS=False,
+        TAU=False,
         HAS_LEFT=HAS_LEFT,
         HAS_RIGHT=HAS_RIGHT,
         VARLEN=VARLEN,
@@ -400,6 +485,10 @@ def apart_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor) -> None:
     do, lse2, delta, acc, first_tiles = rows.do, rows.lse2, rows.delta, rows.accumulator, rows.first_tiles
 
     def describe() -> dict[str, Any]:
+        config = rows.config
+        key_tiles = launch.key_tiles(2 * WM.value)
+        n_tiles = key_tiles * launch.batch * launch.kv_heads
+        programs = programs_of(call, config, n_tiles)
         args = [
             launch.rows(call.q, ROWS.value, launch.bd),
             launch.rows(do, ROWS.value, launch.bdv),
@@ -414,15 +503,20 @@ def apart_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor) -> None:
             cu_k,
             cu_tiles,
             first_tiles,
+            delta,
+            int(programs < n_tiles),
+            delta.numel() - 64,
             n_segments,
+            n_tiles,
+            key_tiles,
             rows.tiles,
+            keys_together(call, config),
             *launch.geometry,
             call.scale,
             call.scale * LOG2E,
         ]
         constants = {"D": launch.d, "DV": launch.dv, "BD": launch.bd, "BDV": launch.bdv, **launch.flags}
-        grid = (launch.key_tiles(2 * WM.value), launch.batch * launch.kv_heads)
-        return {"grid": grid, "args": args, "constants": constants, "num_warps": 4, "maxnreg": 168}
+        return {"grid": (programs,), "args": args, "constants": constants, "num_warps": 4, "maxnreg": 168}
 
-    tensors = (call.q, do, call.k, call.v, dk, dv, lse2, delta, acc, cu_q, cu_k, cu_tiles, first_tiles)
+    tensors = (call.q, do, call.k, call.v, dk, dv, lse2, delta, acc, cu_q, cu_k, cu_tiles, first_tiles, delta)
     launch.start(_bwd_apart_kernel, tensors, describe)

@@ -15,10 +15,10 @@ from backlight.config import resolve
 SHARED_MEMORY = 227 * 1024
 BARRIERS = 1024
 TOGETHER = 8
-# rows of a sequence up to which 128 rows a tile beat 192 under a mask
+# bytes of L2 that heads which run at one time may fill in the backward
+L2 = 32 << 20
+# rows of a sequence up to which 128 rows a tile beat 192 at D = 64
 SHORT = 1024
-# and those from which a partition for each warpgroup is faster in the backward
-MEDIUM = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,9 @@ class ForwardConfig:
     together:     heads whose row blocks interleave (0: by the mask).
     early_p:      P is converted to 16 bits before O += P V of the block before is waited for; late_rescale: O is rescaled after
                   the next S = Q K^T is issued. Both take work out of the gap between two matmuls and cost registers.
-    trust:        blocks without mask and bias do without a maximum; tiles where that was wrong are done again.
+    trust:        blocks without mask do without a maximum; tiles where that was wrong are done again.
+    q_buffers:    2: Q of the next tile arrives while this one is worked on.
+    drawn:        tiles of different lengths are drawn from a counter; otherwise each CTA has its own in advance.
     """
 
     block_n: int
@@ -42,6 +44,8 @@ class ForwardConfig:
     early_p: bool = False
     late_rescale: bool = False
     trust: bool = False
+    q_buffers: int = 1
+    drawn: bool = True
 
     def __post_init__(self) -> None:
         if 2 * self.stages + self.pingpong * self.consumers > 8:
@@ -58,8 +62,16 @@ def padded(size: int) -> int:
 
 def rows_of(call: Call) -> int:
     """Rows of a sequence, the mean of packed ones."""
-    sequences = 1 if call.cu_seqlens_q is None else max(1, call.cu_seqlens_q.shape[0] - 1)
-    return call.q.shape[2] // sequences
+    return call.q.shape[2] // sequences_of(call)
+
+
+def keys_of(call: Call) -> int:
+    """Keys of a sequence, the mean of packed ones."""
+    return call.k.shape[2] // sequences_of(call)
+
+
+def sequences_of(call: Call) -> int:
+    return 1 if call.cu_seqlens_q is None else max(1, call.cu_seqlens_q.shape[0] - 1)
 
 
 def forward_config(call: Call) -> ForwardConfig:
@@ -68,17 +80,21 @@ def forward_config(call: Call) -> ForwardConfig:
 
 def forward_heuristic(call: Call) -> ForwardConfig:
     width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
-    masked, trust = call.spec.masked, trusts(call)
+    masked, trust, rows, keys = call.spec.masked, trusts(call), rows_of(call), keys_of(call)
     if width <= 64 and call.spec.softcap is not None:
         # squares of scores need registers: fewer scores for each of the three
         return ForwardConfig(64, 3, trust=trust)
-    if width <= 64 and masked and rows_of(call) <= SHORT:
-        return ForwardConfig(128, 2)
+    # where rows are short, loads of the next tile have to be under way before this one ends; where they are masked, too, what
+    # they save without maxima does not pay for the check at their end
+    if width <= 64 and rows <= SHORT:
+        trust = trust and (keys > SHORT or not masked)
+        return ForwardConfig(128, 2, stages=4, q_buffers=2, drawn=call.varlen, trust=trust)
     if width <= 64:
-        return ForwardConfig(128, 3, pingpong=masked or trust, late_rescale=masked, trust=trust)
+        return ForwardConfig(128, 3, pingpong=masked or trust, late_rescale=masked, trust=trust, q_buffers=1 if masked else 2)
+    if width <= 128 and masked and max(rows, keys) <= SHORT // 2:
+        return ForwardConfig(64, 2, stages=4, q_buffers=2, drawn=call.varlen)
     if width <= 128:
-        # few blocks: what a row saves does not pay for the check at its end
-        return ForwardConfig(128, 2, trust=trust and not (masked and rows_of(call) <= SHORT // 2))
+        return ForwardConfig(128, 2, trust=trust, q_buffers=2)
     return ForwardConfig(64, 2, early_p=not masked, late_rescale=not masked and not trust, trust=trust)
 
 
@@ -95,6 +111,9 @@ def elastic_config(call: Call) -> ForwardConfig:
 def elastic_heuristic(call: Call) -> ForwardConfig:
     width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
     trust = trusts(call)
+    if width > 128:
+        # wide q and k leave no shared memory for more keys
+        return ForwardConfig(64, 2)
     if call.spec.softcap is not None:
         # a capped half block waits for the products of the other half: more registers each, or fewer scores
         # wide heads have no registers left for keeping the first maximum as well
@@ -106,7 +125,7 @@ def elastic_heuristic(call: Call) -> ForwardConfig:
 def share_q_and_o(config: ForwardConfig, bd: int, bdv: int) -> bool:
     """Whether O has to leave through the shared memory of Q."""
     slots = 4 if config.consumers == 3 else config.consumers
-    elements = slots * 64 * (bd + bdv) + config.stages * config.block_n * (bd + bdv)
+    elements = slots * 64 * (config.q_buffers * bd + bdv) + config.stages * config.block_n * (bd + bdv)
     return 2 * elements + BARRIERS > SHARED_MEMORY
 
 
@@ -124,10 +143,12 @@ def heads_together(call: Call, config: ForwardConfig) -> int:
 class BackwardConfig:
     """Tiles of `block_m` rows x `block_n` keys.
 
-    split:   dq comes from a kernel of its own.
-    wide:    heads wider than 128: two warpgroups share 64 keys and split columns.
-    overlap: exp2 stays under the matmul of dp, which the compiler would wait for first.
-    apart:   a partition for each warpgroup, 128 x 128 tiles (`apart.py`).
+    split:      dq comes from a kernel of its own.
+    wide:       heads wider than 128: two warpgroups share 64 keys and split columns.
+    overlap:    exp2 stays under the matmul of dp, which the compiler would wait for first.
+    apart:      a partition for each warpgroup, 128 x 128 tiles (`apart.py`).
+    persistent: one CTA per multiprocessor draws key tiles; otherwise one CTA per tile.
+    together:   key heads whose tiles interleave (0: by the mask).
     """
 
     block_m: int
@@ -137,6 +158,8 @@ class BackwardConfig:
     wide: bool = False
     overlap: bool = False
     apart: bool = False
+    persistent: bool = True
+    together: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +184,32 @@ def backward_heuristic(call: Call) -> BackwardConfig:
     if call.spec.softcap is not None:
         # the capped scores stay in registers
         return BackwardConfig(64, 128, overlap=True)
-    plain = call.bias is None and call.tau is None
-    return BackwardConfig(128, 128, apart=plain and rows_of(call) > MEDIUM)
+    return BackwardConfig(128, 128, apart=call.bias is None and call.tau is None)
+
+
+def room_for_dv(config: BackwardConfig, bd: int, bdv: int, dbias: bool) -> bool:
+    """Whether dk and dv of a tile can leave while the next K and V arrive: dk takes the memory of a dq tile, dv its own."""
+    if config.split or config.wide:
+        return False
+    rows, keys = config.block_m, config.block_n
+    stage = 2 * rows * (bd + bdv) + 12 * rows
+    diagonals = 256 * (rows + 8) if dbias else 0
+    used = 2 * keys * (bd + bdv) + config.stages * stage + 2 * rows * keys + 4 * rows * bd + diagonals
+    return used + 2 * keys * bdv + BARRIERS <= SHARED_MEMORY
+
+
+def keys_together(call: Call, config: BackwardConfig) -> int:
+    """Key heads whose tiles interleave under a mask: a divisor of all of them.
+
+    Longest tiles of several heads first, as in the forward; but what those heads read and add to has to stay in L2: rows of one
+    query head each, or of two, since the CTAs of a group are not in step.
+    """
+    total = call.k.shape[0] * call.k.shape[1]
+    width = padded(call.q.shape[-1])
+    head = rows_of(call) * (2 * (width + padded(call.v.shape[-1])) + 4 * width) * min(call.group, 2)
+    limit = TOGETHER if call.spec.left is not None else max(1, min(TOGETHER, L2 // head))
+    limit = config.together or (limit if call.spec.masked or call.varlen else 1)
+    return max(n for n in range(1, min(limit, total) + 1) if total % n == 0)
 
 
 def dq_config(call: Call) -> DqConfig:

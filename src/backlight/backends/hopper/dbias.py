@@ -75,14 +75,14 @@ def leave_diagonals(p, ds, flushes, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def add_diagonals(p, h, i):
+def add_diagonals(p, t, h, i):
     """Add what `leave_diagonals` left of row block i to the accumulator of query head h; beyond the table lies the margin."""
     C: gl.constexpr = p.diagonals_s.shape[0]
-    offset = p.sk - p.sq + p.origin
+    offset = t.sk - t.sq + p.origin
     slot = offset & (p.SLOTS - 1)
     # even, as distances in units of eight between tiles are
     top = (p.n_bias + 14) // 16 * 2
-    row = clamp(top - ((i * p.BM - p.j0) // 16 + (offset >> 4)) * 2, -FAR, top + FAR) + MARGIN
+    row = clamp(top - ((i * p.BM - t.j0) // 16 + (offset >> 4)) * 2, -FAR, top + FAR) + MARGIN
     plane = (slot * p.heads + h) * 2
     shape: gl.constexpr = p.diagonals_desc.block_type.shape
     for c in gl.static_range(C):

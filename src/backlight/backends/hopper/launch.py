@@ -16,9 +16,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backlight.backends.hopper import small
+from backlight.backends.hopper.compiled import start
 from backlight.backends.hopper.config import padded
-from backlight.backends.hopper.program import check_borders, launched
-from backlight.backends.hopper.replay import Replay, descriptor, fields_of, start
+from backlight.backends.replaying.program import check_borders, launched
+from backlight.backends.replaying.replay import Replay, fields_of, tensors_among, unchecked
 from backlight.call import Call, Memory, layout_of
 from backlight.config import overridden
 
@@ -64,6 +65,11 @@ def swizzled(block: tuple[int, ...], dtype: torch.dtype) -> Any:
 def linear(rank: int) -> Any:
     """fp32 tiles in the order of the register fragments that wrote them."""
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
+
+
+def descriptor(tensor: Tensor, known: dict[str, Any]) -> TensorDescriptor:
+    """A descriptor of known fields."""
+    return unchecked(TensorDescriptor, tensor, known)
 
 
 def tile_descriptor(tensor: Tensor, rows: int, width: int, ragged: bool) -> TensorDescriptor:
@@ -177,7 +183,7 @@ class Launch:
 
     def _first(self, kernel: Any, present: Sequence[Tensor], describe: Callable[[], dict[str, Any]]) -> Replay | None:
         arguments = describe()
-        among = [getattr(arg, "base", arg) for arg in arguments["args"] if isinstance(arg, (Tensor, TensorDescriptor))]
+        among = tensors_among(arguments["args"])
         assert len(among) == len(present)
         assert all(map(operator.is_, among, present))
         made = start(kernel, **arguments)

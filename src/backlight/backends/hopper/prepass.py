@@ -177,6 +177,9 @@ def _prepass_kernel(
         tl.store(dsink_ptr + head * tiles + tile, tl.sum(tl.where(seen, -p_sink * delta, 0.0), 0))
     tl.store(lse2_ptr + padded + lanes, tl.where(seen, lse * log2e, float("inf")))
     tl.store(delta_ptr + padded + lanes, delta)
+    if (tile == tiles - 1) & (head == tl.num_programs(1) - 1):
+        # the counter from which the next kernel's programs draw their tiles
+        tl.store(delta_ptr + padded + BM, 0.0)
     if COPY_DO or GATE:
         do_row = head.to(tl.int64) * sq + row
         tl.store(do_ptr + do_row[:, None] * DV + columns[None, :], dy.to(do_ptr.dtype.element_ty), mask=mask)

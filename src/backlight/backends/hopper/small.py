@@ -1,11 +1,13 @@
-"""Small kernels around the large ones: what would be several operations of torch, each with a launch of its own."""
+"""Small kernels around the large ones: the bias table, and those that other backends need too."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-BLOCK = 1024
+from backlight.backends.replaying.small import BLOCK, _first_tiles_kernel, _head_sums_kernel
+
+__all__ = ["BLOCK", "_first_tiles_kernel", "_head_sums_kernel", "_table_kernel"]
 
 
 @triton.jit(do_not_specialize=["n", "head_stride", "stride", "unit"])
@@ -16,27 +18,3 @@ def _table_kernel(bias_ptr, table_ptr, n, head_stride, stride, unit, PAD: tl.con
     inside = (column >= 0) & (column < n)
     value = tl.load(bias_ptr + h * head_stride + column * stride, mask=inside, other=0.0).to(tl.float32)
     tl.store(table_ptr + h * (n + 2 * PAD) + PAD + column, tl.div_rn(value, unit), mask=column < n + PAD)
-
-
-@triton.jit(do_not_specialize=["batch", "heads", "tiles"])
-def _head_sums_kernel(parts_ptr, out_ptr, batch, heads, tiles, BLOCK: tl.constexpr):
-    """out [Hq]: sums of parts [B, Hq, tiles] in fp32, always in the same order."""
-    h = tl.program_id(0)
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, batch * tiles, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        total += tl.load(parts_ptr + (at // tiles * heads + h) * tiles + at % tiles, mask=at < batch * tiles, other=0.0)
-    tl.store(out_ptr + h, tl.sum(total, 0).to(out_ptr.dtype.element_ty))
-
-
-@triton.jit(do_not_specialize=["n", "rows"])
-def _first_tiles_kernel(cu_ptr, first_ptr, n, rows, BLOCK: tl.constexpr):
-    """first [n + 1] int32: how many tiles of `rows` rows lie before each of n packed sequences, and in all."""
-    before = tl.zeros([1], tl.int32)
-    tl.store(first_ptr + tl.arange(0, 1), before)
-    for begin in range(0, n, BLOCK):
-        z = begin + tl.arange(0, BLOCK)
-        end = tl.load(cu_ptr + z + 1, mask=z < n, other=0)
-        tiles = ((end - tl.load(cu_ptr + z, mask=z < n, other=0) + rows - 1) // rows).to(tl.int32)
-        tl.store(first_ptr + 1 + z, before + tl.cumsum(tiles, 0), mask=z < n)
-        before += tl.sum(tiles, 0)

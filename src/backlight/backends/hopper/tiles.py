@@ -1,12 +1,13 @@
-"""What the forward kernels share: the tile a CTA works on, named barriers, masks and terms of a block, the gate's tile.
+"""What the partitions of the forward share: the tile a CTA works on, named barriers, masks and terms of a block, the gate.
 
-`p` is the argument class of a kernel; the fields read here have the same names in all of them.
+`p` is the argument class of the kernel.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from backlight.backends.hopper.compat import Maybe, arguments
 from backlight.backends.hopper.primitives import (
     INF,
     LN2,
@@ -20,8 +21,10 @@ from backlight.backends.hopper.primitives import (
     locate,
     log2_of_sum,
     partial_sums,
+    phase_of,
+    row_sum_layout,
 )
-from backlight.backends.hopper.terms import TABLE_PAD, bias_tile, cap_ratio, cap_whole
+from backlight.backends.hopper.terms import TABLE_PAD, bias_tile, cap_ratio, cap_whole, sink_sums
 
 # the first named barrier: K_EMPTY + stage, then V_EMPTY + stage, then TURN + warpgroup (ping-pong)
 K_EMPTY = gl.constexpr(8)
@@ -32,26 +35,25 @@ END = gl.constexpr(-1)
 HEAD = gl.constexpr(0)
 SEGMENT = gl.constexpr(1)
 BLOCK = gl.constexpr(2)
-# number of the tile, or -1 - (4 * number + warpgroup) when it is done again, with care, for one warpgroup
+# number of the tile, or -1 - (8 * number + warpgroups) when it is done again, with care, for some warpgroups (a bit for each)
 TICKET = gl.constexpr(3)
 
 
 @gluon.jit
 def draw(p, tile):
-    """(tile to come next, batch * heads + head, packed sequence, row block, whether it exists).
-
-    `together` heads advance side by side, their row blocks from the last (longest under a causal mask) to the first.
-    """
+    """The tile that comes after a CTA's tile: later tiles have higher numbers."""
     next_tile = tile + gl.num_programs(0)
     if p.dynamic != 0:
         next_tile = gl.atomic_add(p.counter_ptr, 1) + gl.num_programs(0)
-    head, z, block, exists = place(p, tile)
-    return next_tile, head, z, block, exists
+    return next_tile
 
 
 @gluon.jit
 def place(p, tile):
-    """(batch * heads + head, packed sequence, row block, whether it exists)."""
+    """(batch * heads + head, packed sequence, row block, whether it exists).
+
+    `together` heads advance side by side, their row blocks from the last (longest under a causal mask) to the first.
+    """
     section = tile // (p.row_tiles * p.together)
     rank = tile % (p.row_tiles * p.together)
     head = section * p.together + rank % p.together
@@ -101,9 +103,85 @@ def publish(p, slot, head, z, block, ticket):
 
 
 @gluon.jit
+def q_buffer(p, turn, W: gl.constexpr):
+    """Where Q of a warpgroup lies in the CTA's tile number `turn`, and its two barriers."""
+    if p.QB == 1:
+        return W
+    return (turn & (p.QB - 1)) * (p.q_s.shape[0] // p.QB) + W
+
+
+@gluon.jit
+def q_phase(p, turn):
+    """Parity of the round of Q's buffers that the CTA's tile number `turn` belongs to."""
+    return phase_of(turn, p.QB)
+
+
+@gluon.jit
 def published(p, slot, FIELD: gl.constexpr):
     four: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.max(p.tile_s.index(slot * SLOT + FIELD).load(four), 0)
+
+
+@gluon.jit
+def place_of(p, slot, W: gl.constexpr):
+    """(batch * heads + head, the warpgroup's first row, first row of the sequence, its rows and keys) of a published tile."""
+    head = published(p, slot, HEAD)
+    i0 = published(p, slot, BLOCK) * (p.NC * WM) + W * WM
+    q_start, _, sq, sk = lengths(p, published(p, slot, SEGMENT))
+    return head, i0, q_start, sq, sk
+
+
+@arguments
+class View:
+    """What the 64 rows of a warpgroup see of their tile.
+
+    Rows from i0 on, at positions `position`; key blocks [tile_begin, tile_end) of the whole tile, [begin, end) of these rows,
+    [plain_begin, plain_end) without a mask; column: entry of the head's bias table for the first row and key 0.
+    """
+
+    i0: gl.tensor
+    q_start: gl.tensor
+    sq: gl.tensor
+    sk: gl.tensor
+    position: gl.tensor
+    tile_begin: gl.tensor
+    begin: gl.tensor
+    plain_begin: gl.tensor
+    plain_end: gl.tensor
+    end: gl.tensor
+    tile_end: gl.tensor
+    table_ptr: Maybe
+    column: gl.tensor
+
+
+@gluon.jit
+def view_of(p, head, slot, W: gl.constexpr, row_l: gl.constexpr):
+    tile = published(p, slot, BLOCK) * (p.NC * WM)
+    q_start, _, sq, sk = lengths(p, published(p, slot, SEGMENT))
+    i0 = tile + W * WM
+    position = i0 + sk - sq + gl.arange(0, WM, row_l)
+    tile_begin, _, _, tile_end = tile_blocks(p, tile, p.NC * WM, sq, sk)
+    begin, plain_begin, plain_end, end = tile_blocks(p, i0, WM, sq, sk)
+    begin = gl.minimum(begin, tile_end - 1)
+    end = clamp(end, begin + 1, tile_end)
+    table_ptr = p.table_ptr
+    column = i0
+    if p.BIAS:
+        table_ptr = head_table(p, head)
+        column = i0 + sk - sq + p.bias_origin
+    return View(i0, q_start, sq, sk, position, tile_begin, begin, plain_begin, plain_end, end, tile_end, table_ptr, column)
+
+
+@gluon.jit
+def first_sums(p, head, s_l: gl.constexpr):
+    """(maximum, partial sums) of rows that have met no key: the sink, or nothing."""
+    row_max = gl.full([WM], -INF, gl.float32, gl.SliceLayout(1, s_l))
+    row_sum = gl.zeros([WM, 8], gl.float32, row_sum_layout(p.BN))
+    if p.SINK:
+        sink = gl.load(p.sink_ptr + head % p.heads).to(gl.float32)
+        row_max = gl.full([WM], sink / p.unit, gl.float32, gl.SliceLayout(1, s_l))
+        row_sum = sink_sums(row_sum)
+    return row_max, row_sum
 
 
 @gluon.jit
@@ -132,16 +210,19 @@ def head_table(p, head):
 
 
 @gluon.jit
-def nearest(p, begin, plain_end, end, column, careful):
-    """Blocks [begin, this) are free of masks, beyond the table, and every row has met a key before them; none if careful."""
-    near = begin
+def nearest(p, view, careful):
+    """Blocks [begin, this) are free of masks, and every row has met a key before them; none if careful.
+
+    They are beyond the table, too, unless a bias is added before a block is weighed (TRUST_BIAS).
+    """
+    near = view.begin
     if p.FAR:
-        near = plain_end - 1
-        if p.BIAS:
-            near = gl.minimum(near, gl.maximum(column - p.n_bias + 1, 0) // p.BN)
-        near = clamp(near, begin, end)
+        near = view.plain_end - 1
+        if p.BIAS and not p.TRUST_BIAS:
+            near = gl.minimum(near, gl.maximum(view.column - p.n_bias + 1, 0) // p.BN)
+        near = clamp(near, view.begin, view.end)
         if p.TRUST:
-            near = gl.where(careful, begin, near)
+            near = gl.where(careful, view.begin, near)
     return near
 
 
@@ -171,7 +252,7 @@ def scored(p, s, y):
 
 @gluon.jit
 def trusting(p, s, y, row_max, row_sum):
-    """`softmax_step` of a block that needs no mask and no bias, without a look for a new maximum (`again.doubtful`)."""
+    """`softmax_step` of a block that needs no mask, without a look for a new maximum (`again.doubtful`)."""
     if p.SOFTCAP:
         top = gl.expand_dims(row_max, 1)
         if p.v_s.shape[2] <= 64:
@@ -184,15 +265,15 @@ def trusting(p, s, y, row_max, row_sum):
 
 
 @gluon.jit
-def with_bias(p, s, table_ptr, column, block):
-    """Scores of one key block, biased where the block meets the table. column: table entry of the first row and key 0."""
+def with_bias(p, view, s, block):
+    """Scores of one key block, biased where the block meets the table."""
     if p.BIAS:
-        here = column - block * s.shape[1]
+        here = view.column - block * s.shape[1]
         if (here > -s.shape[0]) & (here < p.n_bias + s.shape[1] - 1):
             if p.SOFTCAP:
-                s += bias_tile(table_ptr, here, p.n_bias, s, False) * p.cap_log2
+                s += bias_tile(view.table_ptr, here, p.n_bias, s, False) * p.cap_log2
             else:
-                s += bias_tile(table_ptr, here, p.n_bias, s, False)
+                s += bias_tile(view.table_ptr, here, p.n_bias, s, False)
     return s
 
 
@@ -210,19 +291,18 @@ def lse_of(p, row_max, total):
 def load_gate(p, W: gl.constexpr, turn):
     """The gate's tile into the buffer that O will leave through."""
     tma.store_wait(0)
-    head = published(p, turn & 3, HEAD)
-    i0 = published(p, turn & 3, BLOCK) * (p.NC * WM) + W * WM
-    q_start, _, sq, _ = lengths(p, published(p, turn & 3, SEGMENT))
+    head, i0, q_start, sq, _ = place_of(p, turn & 3, W)
     full = p.gate_full.index(W)
     mbarrier.expect(full, p.gate_desc.block_type.nbytes)
     load_tile(p.gate_desc, head // p.heads, head % p.heads, q_start, sq, i0, full, p.o_s.index(W), p.VARLEN)
 
 
 @gluon.jit
-def seen_scores(p, s, y, table_ptr, column, position, block, plain_begin, plain_end, sk):
+def seen_scores(p, view, s, y, block):
     """Scores of one key block with terms and, where the block needs it, masked."""
-    s = with_bias(p, scored(p, s, y), table_ptr, column, block)
+    if not p.TRUST_BIAS:
+        s = with_bias(p, view, scored(p, s, y), block)
     if p.HAS_LEFT or p.HAS_RIGHT:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
-        if (block >= plain_end) | (block < plain_begin):
-            s = hide(p, s, position, block, sk)
+        if (block >= view.plain_end) | (block < view.plain_begin):
+            s = hide(p, s, view.position, block, view.sk)
     return s

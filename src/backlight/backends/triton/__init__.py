@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +21,41 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+@cache
+def installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def on_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+@cache
+def host() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """Host functions of the two directions and what runs them; with them comes Triton. An import statement takes its time."""
+    from backlight.backends.replaying.program import known, replayed
+    from backlight.backends.triton.backward import backward
+    from backlight.backends.triton.forward import forward
+
+    # a caller's tensors may want gradients, but not of what is copied on the way
+    return torch.no_grad()(forward), torch.no_grad()(backward), replayed, known
+
+
+def setting(dtype: torch.dtype) -> bool | None:
+    """What decides besides the call: whether torch allows fp32 matmuls in tf32."""
+    return torch.backends.cuda.matmul.allow_tf32 if dtype == torch.float32 else None
+
+
 class TritonBackend:
     name = "triton"
     summary = "portable GPU kernels, fp16 bf16 fp32, every variant"
     parts = True
 
     def available(self) -> tuple[str, ...]:
-        if importlib.util.find_spec("triton") is None:
+        if not installed():
             return ("triton is not installed",)
-        if not torch.cuda.is_available() and not interpreting():
+        if not on_gpu() and not interpreting():
             return ("no GPU that torch can see",)
         return ()
 
@@ -46,19 +75,32 @@ class TritonBackend:
 
         return {kernel: config_of(kernel, call) for kernel in kernels_of(call)}
 
-    @torch.no_grad()
     def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        from backlight.backends.triton.forward import forward
+        forward, _, replayed, _ = host()
+        return forward(call, save_u) if interpreting() else replayed(forward, call, (), save_u, setting(call.q.dtype))
 
-        return forward(call, save_u)
-
-    @torch.no_grad()
     def backward(
         self, call: Call, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]
     ) -> dict[str, Tensor]:
-        from backlight.backends.triton.backward import backward
+        _, backward, replayed, _ = host()
+        tensors = (y, lse, u, dy, dlse)
+        return (
+            backward(call, *tensors, needs)
+            if interpreting()
+            else replayed(backward, call, tensors, needs, setting(call.q.dtype))
+        )
 
-        return backward(call, y, lse, u, dy, dlse, needs)
+    def again(self, call: Call, tensors: tuple[Tensor | None, ...], choice: Any) -> Callable[..., Any] | None:
+        """The program of a direction; borders of packed sequences are values, which a program does not check."""
+        if call.varlen or call.part is not None or interpreting():
+            return None
+        forward, backward, _, known = host()
+        dtype = call.q.dtype
+        now = setting(dtype)
+        program = known(backward if tensors else forward, call, tensors, choice, now)
+        if program is None or now is None:
+            return None if program is None else program.again
+        return lambda inputs: program.again(inputs) if setting(dtype) == now else None
 
 
 BACKEND = TritonBackend()

@@ -111,7 +111,11 @@ def entry(table: Mapping[str, KernelConfig], kernel: str, call: Call) -> KernelC
 def heuristic(kernel: str, call: Call) -> KernelConfig:
     width = width_of(call)
     if call.q.dtype == torch.float32:
-        return KernelConfig(32, 32, 4, 2 if width <= 64 else 1)
+        if width <= 128:
+            return KernelConfig(32, 32, 4, 2 if width <= 64 else 1)
+        # products of fp32 are unrolled: with larger tiles or fewer warps they spill, and keep ptxas busy for most of a minute
+        tile = {"dkdv": (16, 32), "dbias": (16, 16)}.get(kernel, (32, 16))
+        return KernelConfig(*tile, num_warps=8, num_stages=1)
     if kernel in ("forward", "lse"):
         return KernelConfig(64, 64, 4, 2) if width > 128 else KernelConfig(128, 64, 8, 3)
     if kernel == "elastic":

@@ -10,22 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from backlight.backends.triton import small
+from backlight.backends.triton.band import bias_tile, head_table, table_entry
 from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch, rows_of
-from backlight.backends.triton.primitives import (
-    Segment,
-    bias_tile,
-    capped_product,
-    head_table,
-    load_vector,
-    nth_segment,
-    row_state,
-    stream_tile,
-    surviving,
-    table_entry,
-    tile_gradient,
-    visible_count,
-)
+from backlight.backends.triton.loads import load_vector, row_state, stream_tile
+from backlight.backends.triton.primitives import Segment, logits_of, nth_segment, surviving, tile_gradient, visible_count
 
 # enough programs to fill a large card a few times over, whatever the number of heads
 PROGRAMS = 1024
@@ -83,8 +73,8 @@ def _dbias_kernel(
                 delta = load_vector(delta_ptr + row_offset, i0, segment.sq, 0.0, BM, V.VARLEN)[:, None]
                 t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
                 dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
-                capped = capped_product(t, geometry, V)
-                p = tl.exp2(capped * geometry.unit + (bias + minus_lse2))
+                s, _ = logits_of(t, geometry.unit, bias + minus_lse2, geometry, V, "none")
+                p = tl.exp2(s)
                 # masks are in the bias: what is left are keys that do not exist
                 if (j0 < 0) | (j0 + BN > segment.sk):
                     p = tl.where((keys >= 0) & (keys < segment.sk), p, 0.0)
@@ -96,7 +86,7 @@ def _dbias_kernel(
                         if cut | (segment.sk == 1):
                             alone = visible_count(position, segment, packing, geometry, V) == 1
                             p = tl.where(alone & (p > 0), 1.0, p)
-                ds, _ = tile_gradient(p, surviving(p, share, V), dp, delta, capped, V)
+                ds, _ = tile_gradient(p, surviving(p, share, V), dp, delta, t, V)
                 total += ds
     # cell (i, j) lies on diagonal x = turn_i + j, whose column is `column + BM - 1 - x`; rotated, x mod BN is its lane
     turn = (BM - 1 - row_lanes)[:, None]
@@ -124,11 +114,12 @@ def dbias_of(launch: Launch, rows: RowState) -> Tensor:
     offsets = (n + block - 2) // block + 1
     row_tiles = launch.tiles(sq, call.cu_seqlens_q, config.block_m)
     splits = max(1, min(row_tiles, PROGRAMS // (offsets * batch * heads)))
-    # what a tile does not reach of the 2 * block places stays zero
-    partial = torch.zeros(batch, heads, splits, offsets, 2, block, dtype=torch.float32, device=call.q.device)
+    partial = torch.empty(batch, heads, splits, offsets, 2, block, dtype=torch.float32, device=call.q.device)
     tma, (q_desc, do_desc) = launch.descriptors(config, config.block_m, launch.q, rows.do)
     tma_keys, (k_desc, v_desc) = launch.descriptors(config, config.block_n, launch.k, launch.v)
-    _dbias_kernel[(offsets * splits, batch * heads)](
+    launch.start(
+        _dbias_kernel,
+        (offsets * splits, batch * heads),
         *(rows_of(x) for x in (launch.q, launch.k, launch.v, rows.do)),
         q_desc,
         k_desc,
@@ -146,7 +137,16 @@ def dbias_of(launch: Launch, rows: RowState) -> Tensor:
         TMA=tma and tma_keys,
         **config.launch,
     )
-    # neighbouring offsets share the columns between them
-    low, high = partial.sum(dim=(0, 2)).unbind(2)
-    columns = torch.nn.functional.pad(low.flatten(1), (0, block)) + torch.nn.functional.pad(high.flatten(1), (block, 0))
-    return columns[:, block - 1 : block - 1 + n].to(call.bias.dtype)
+    dbias = torch.empty(heads, n, dtype=call.bias.dtype, device=call.bias.device)
+    launch.start(
+        small._dbias_sums_kernel,
+        (triton.cdiv(n, small.COLUMNS), heads),
+        *(partial, dbias, batch, heads, splits, offsets, n),
+        BM=config.block_m,
+        BN=block,
+        COLUMNS=small.COLUMNS,
+        PARTS=small.PARTS,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    return dbias

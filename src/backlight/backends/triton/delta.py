@@ -1,5 +1,6 @@
 """Backward pre-pass: everything that is known per row before any tile is visited."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -7,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from backlight.backends.triton.launch import Launch, rows_of, unit_stride
-from backlight.backends.triton.primitives import LOG2E, at, load_tile, row_state, segment_of, store_tile, visible_count
+from backlight.backends.triton.launch import Launch, compact, rows_of
+from backlight.backends.triton.loads import at, load_tile, row_state, store_tile
+from backlight.backends.triton.primitives import LOG2E, segment_of, visible_count
 
 # no row tile of any kernel is higher
 BLOCK = 128
@@ -33,11 +35,11 @@ class RowState(NamedTuple):
 
 @triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
 def _delta_kernel(
-    y_rows, dy_rows, u_rows, gate_rows, do_rows, dgate_rows, lse_ptr, dlse_ptr, tau_ptr, minus_lse2_ptr, delta_ptr,
-    share_ptr, mean_ptr, pitch16, packing, geometry, sq, sk, n_segments,
+    y_rows, dy_rows, u_rows, gate_rows, do_rows, dgate_rows, lse_ptr, dlse_ptr, tau_ptr, sink_ptr, minus_lse2_ptr, delta_ptr,
+    share_ptr, dtau_ptr, dsink_ptr, pitch16, packing, geometry, sq, sk, n_segments,
     V: tl.constexpr, HAS_DLSE: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """do and dgate (eq. 18), delta - dlse (eq. 20, 27, 28), with tau the mean surviving gradient g / n (eq. 24) and tau / n.
+    """do and dgate (eq. 18), delta - dlse (eq. 20, 27, 28), tau / n, and the tile's part of dtau (eq. 24) and dsink (eq. 23).
 
     minus_lse2 is the base-2 lse, negated; -inf where a row sees nothing, so that its p is 0 (eq. 33).
     """
@@ -69,13 +71,17 @@ def _delta_kernel(
         mean = tl.sum(do * u, 1)
         tau = tl.load(tau_ptr + h).to(tl.float32)
         delta -= tau * mean
-        tl.store(mean_ptr + given + lanes, mean, mask=exists)
+        tl.store(dtau_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.where(exists, mean, 0.0), 0))
         tl.store(share_ptr + offset + lanes, tl.where(exists, tau / n, 0.0), mask=in_buffer)
-    lse = tl.load(lse_ptr + given + lanes, mask=exists, other=0.0)
+    lse = tl.load(lse_ptr + given + lanes, mask=exists, other=float("inf"))
     sees_nothing = lse == float("-inf")
     if HAS_DLSE:
         dlse = tl.load(dlse_ptr + given + lanes, mask=exists, other=0.0).to(tl.float32)
         delta -= tl.where(sees_nothing, 0.0, dlse)
+    if V.SINK:
+        p_sink = tl.exp2((tl.load(sink_ptr + h).to(tl.float32) - lse) * LOG2E)
+        dsink = tl.sum(p_sink * -delta, 0)
+        tl.store(dsink_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), dsink)
     tl.store(delta_ptr + offset + lanes, tl.where(exists, delta, 0.0), mask=in_buffer)
     minus_lse2 = tl.where(exists & (lse != float("-inf")), -lse * LOG2E, float("-inf"))
     tl.store(minus_lse2_ptr + offset + lanes, minus_lse2, mask=in_buffer)
@@ -86,28 +92,34 @@ def prepare_rows(
 ) -> RowState:
     """Fills dgate, dtau and dsink of `out` where the spec has them."""
     call = launch.call
-    y, dy = unit_stride(y), unit_stride(dy)
-    u = y if u is None else unit_stride(u)
+    y, dy = launch.readable(y), launch.readable(dy)
+    u = y if u is None else launch.readable(u)
     do = dgate = dy
     if call.gate is not None:
         do = launch.empty_rows(dy.shape[-1], call.q.dtype)
         dgate = out["dgate"] = torch.empty_like(call.gate)
     batch, heads, sq = lse.shape
     pitch = -(-sq // BLOCK) * BLOCK
-    buffers = torch.empty(2 if call.tau is None else 3, batch, heads, pitch, dtype=torch.float32, device=lse.device)
-    rows = RowState(do, buffers[0], buffers[1], buffers[-1])
-    mean = lse if call.tau is None else torch.empty_like(lse)
     grid = launch.row_grid(BLOCK)
+    values = partial(torch.empty, (batch, heads, pitch), dtype=torch.float32, device=lse.device)
+    parts = partial(torch.empty, (batch, heads, grid[0]), dtype=torch.float32, device=lse.device)
+    minus_lse2, delta = values(), values()
+    rows = RowState(do, minus_lse2, delta, delta if call.tau is None else values())
+    dtau, dsink = (delta if x is None else parts() for x in (call.tau, call.sink))
     if grid[0] and grid[1]:
-        _delta_kernel[grid](
+        launch.start(
+            _delta_kernel,
+            grid,
             *(rows_of(x) for x in (y, dy, u, launch.gate, do, dgate)),
             lse,
-            lse if dlse is None else dlse.contiguous(),
+            lse if dlse is None else compact(dlse),
             launch.tau,
+            launch.sink,
             rows.minus_lse2,
             rows.delta,
             rows.share,
-            mean,
+            dtau,
+            dsink,
             rows.pitch16,
             *launch.shared(call.cu_seqlens_q, BLOCK),
             V=launch.variant,
@@ -117,8 +129,7 @@ def prepare_rows(
             enable_fp_fusion=True,
         )
     if call.tau is not None:
-        out["dtau"] = mean.sum(dim=(0, 2)).to(call.tau.dtype)
+        out["dtau"] = launch.head_sums(dtau, call.tau.dtype)
     if call.sink is not None:
-        p_sink = torch.exp(call.sink.float()[None, :, None] - lse)
-        out["dsink"] = -(p_sink * rows.delta[..., :sq]).sum(dim=(0, 2)).to(call.sink.dtype)
+        out["dsink"] = launch.head_sums(dsink, call.sink.dtype)
     return rows

@@ -9,26 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.config import key_kernels
 from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch, rows_of
-from backlight.backends.triton.primitives import (
-    add_bias,
-    at,
-    capped_product,
-    head_table,
-    load_tile,
-    row_span,
-    row_state,
-    row_tile,
-    segment_of,
-    store_tile,
-    stream_tile,
-    surviving,
-    table_entry,
-    tile_gradient,
-    tile_weights,
-)
+from backlight.backends.triton.loads import at, load_tile, row_state, row_tile, store_tile, stream_tile
+from backlight.backends.triton.primitives import logits_of, row_span, segment_of, surviving, tile_gradient, tile_weights
 
 
 @triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
@@ -52,6 +38,7 @@ def _dkdv_kernel(
     k = load_tile(at(k_rows, b, g, segment.k_start + j0), k_rows.row, 0, n_keys, BN, V.D, V.BD)
     BD: tl.constexpr = V.BD
     BDV: tl.constexpr = V.BDV
+    SLOPE: tl.constexpr = "none" if not WANT_DK else "apart" if WANT_DV or V.TAU else "within"
     if WANT_DK:
         v = load_tile(at(v_rows, b, g, segment.k_start + j0), v_rows.row, 0, n_keys, BN, V.DV, V.BDV)
         dk = tl.zeros([BN, BD], tl.float32)
@@ -73,8 +60,7 @@ def _dkdv_kernel(
                 share = minus_lse2
                 if V.TAU:
                     share = row_tile(share_ptr + offset, i0, sq, 0.0, V, DIRECT, BN, BM)
-                capped = capped_product(t, geometry, V)
-                s = capped * geometry.unit + minus_lse2
+                s, slope = logits_of(t, geometry.unit, minus_lse2, geometry, V, SLOPE)
                 if V.BIAS:
                     entry = table_entry(i0 + shift - j0 + geometry.bias_origin, geometry, False)
                     s = add_bias(s, geometry.unit, own_table_ptr, entry, i0, span, geometry, V, BN, BM)
@@ -97,7 +83,7 @@ def _dkdv_kernel(
                 if WANT_DV:
                     dv = tl.dot(a.to(do.dtype), do, dv, input_precision=V.PRECISION)
                 if WANT_DK:
-                    _, dx = tile_gradient(p, surviving(a, 0.0, V), dp, delta, capped, V)
+                    _, dx = tile_gradient(p, surviving(a, 0.0, V), dp, delta, slope, V)
                     dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=V.PRECISION)
     if WANT_DK:
         store_tile(at(dk_rows, b, g, segment.k_start + j0), dk_rows.row, n_keys, dk * scale, BN, V.D, V.BD)
@@ -120,7 +106,9 @@ def launch_keys(kernel: str, launch: Launch, rows: RowState, dk: Tensor, dv: Ten
     grid = launch.key_grid(config.block_n)
     if grid[0] and grid[1]:
         tma, descriptors = launch.descriptors(config, config.block_m, launch.q, rows.do)
-        _dkdv_kernel[grid](
+        launch.start(
+            _dkdv_kernel,
+            grid,
             *(rows_of(x) for x in (launch.q, rows.do)),
             *descriptors,
             *(rows_of(x) for x in (launch.k, launch.v, dk, dv)),

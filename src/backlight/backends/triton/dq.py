@@ -5,25 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch, rows_of
-from backlight.backends.triton.primitives import (
-    add_bias,
-    at,
-    capped_product,
-    head_table,
-    key_span,
-    key_tile,
-    load_vector,
-    own_tile,
-    row_block,
-    row_state,
-    store_tile,
-    surviving,
-    table_entry,
-    tile_gradient,
-    tile_weights,
-)
+from backlight.backends.triton.loads import at, key_tile, load_vector, own_tile, row_state, store_tile
+from backlight.backends.triton.primitives import key_span, logits_of, row_block, surviving, tile_gradient, tile_weights
 
 
 @triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
@@ -50,8 +36,7 @@ def _dq_kernel(
             k = key_tile(k_rows, k_desc, block, j0, BN, V.D, V.BD, TMA)
             v = key_tile(v_rows, v_desc, block, j0, BN, V.DV, V.BDV, TMA)
             t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
-            capped = capped_product(t, geometry, V)
-            s = capped * geometry.unit + minus_lse2
+            s, slope = logits_of(t, geometry.unit, minus_lse2, geometry, V, "apart" if V.TAU else "within")
             if V.BIAS:
                 entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
                 s = add_bias(s, geometry.unit, table_ptr, entry, j0, span, geometry, V, BM, BN)
@@ -59,7 +44,7 @@ def _dq_kernel(
             dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
             at_edge = (j0 < span.low) | (j0 > span.high)
             p, _ = tile_weights(s, share, 0.0, block.position, j0 + key_lanes, at_edge, block.segment, packing, geometry, V)
-            _, dx = tile_gradient(p, surviving(p, share, V), dp, delta, capped, V)
+            _, dx = tile_gradient(p, surviving(p, share, V), dp, delta, slope, V)
             dq = tl.dot(dx.to(k.dtype), k, dq, input_precision=V.PRECISION)
     store_tile(at(dq_rows, block.b, block.h, block.row), dq_rows.row, block.n_rows, dq * scale, BM, V.D, V.BD)
 
@@ -71,7 +56,9 @@ def dq_of(launch: Launch, rows: RowState) -> Tensor:
     dq = torch.empty_like(call.q, dtype=call.output_dtype)
     if grid[0] and grid[1]:
         tma, descriptors = launch.descriptors(config, config.block_n, launch.k, launch.v)
-        _dq_kernel[grid](
+        launch.start(
+            _dq_kernel,
+            grid,
             *(rows_of(x) for x in (launch.q, launch.k, launch.v)),
             *descriptors,
             *(rows_of(x) for x in (rows.do, dq)),

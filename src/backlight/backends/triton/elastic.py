@@ -7,23 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.launch import Launch, rows_of
-from backlight.backends.triton.primitives import (
-    LOG2E,
-    add_bias,
-    at,
-    capped_product,
-    head_table,
-    key_span,
-    key_tile,
-    own_tile,
-    positive,
-    row_block,
-    store_tile,
-    table_entry,
-    tile_weights,
-    visible_count,
-)
+from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
+from backlight.backends.triton.primitives import LOG2E, key_span, logits_of, positive, row_block, tile_weights, visible_count
 
 
 @triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
@@ -52,7 +39,7 @@ def _elastic_kernel(
         for j0 in range(span.start, span.stop, BN):
             k = key_tile(k_rows, k_desc, block, j0, BN, V.D, V.BD, TMA)
             t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
-            s = capped_product(t, geometry, V) * geometry.unit - lse2
+            s, _ = logits_of(t, geometry.unit, -lse2, geometry, V, "none")
             if V.BIAS:
                 entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
                 s = add_bias(s, geometry.unit, table_ptr, entry, j0, span, geometry, V, BM, BN)
@@ -78,7 +65,9 @@ def elastic_of(launch: Launch, lse: Tensor, y: Tensor, u: Tensor | None) -> None
     grid = launch.row_grid(config.block_m)
     if grid[0] and grid[1]:
         tma, descriptors = launch.descriptors(config, config.block_n, launch.k, launch.v)
-        _elastic_kernel[grid](
+        launch.start(
+            _elastic_kernel,
+            grid,
             *(rows_of(x) for x in (launch.q, launch.k, launch.v)),
             *descriptors,
             *(rows_of(x) for x in (launch.gate, y, y if u is None else u)),

@@ -9,39 +9,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.elastic import elastic_of
-from backlight.backends.triton.launch import Launch, rows_of
-from backlight.backends.triton.primitives import (
-    LN2,
-    LOG2E,
-    add_bias,
-    at,
-    capped_product,
-    head_table,
-    key_span,
-    key_tile,
-    own_tile,
-    row_block,
-    store_tile,
-    table_entry,
-    visible,
-)
+from backlight.backends.triton.launch import Launch, compact, rows_of
+from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
+from backlight.backends.triton.primitives import LN2, LOG2E, key_span, logits_of, row_block, visible
 from backlight.call import Call
+
+# base-2 logits of a softcap that needs no running maximum, and the lowest reference of a row: 2^96, added up over 2^20 keys and
+# multiplied by values of 2^10, does not overflow
+LARGEST_LOGIT = 80.0
+LOWEST_REFERENCE = tl.constexpr(-16.0)
 
 
 @triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
 def _fwd_kernel(
     q_rows, k_rows, v_rows, k_desc, v_desc, gate_rows, y_rows, lse_ptr, table_ptr, sink_ptr, packing, geometry,
-    sq, sk, n_segments, V: tl.constexpr, LSE_ONLY: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    sq, sk, n_segments, V: tl.constexpr, LSE_ONLY: tl.constexpr, BOUNDED: tl.constexpr, TMA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     block = row_block(packing, sq, sk, n_segments, geometry, V, BM)
     table_ptr = head_table(table_ptr, block.h, geometry, True)
     key_lanes = tl.arange(0, BN)[None, :]
     q = own_tile(q_rows, block, BM, V.D, V.BD)
 
-    # maxima are kept in units of x, the base-2 logit before its positive factor
+    # maxima are kept in units of x, the base-2 logit before its positive factor; BOUNDED: what is subtracted from base-2 logits
     unit = geometry.unit
-    row_max = tl.full([BM], float("-inf"), tl.float32)
+    row_max = tl.full([BM], 0.0 if BOUNDED else float("-inf"), tl.float32)
     row_sum = tl.zeros([BM], tl.float32)
     if V.SINK:
         row_max = tl.zeros([BM], tl.float32) + tl.load(sink_ptr + block.h).to(tl.float32) * LOG2E / unit
@@ -53,23 +47,42 @@ def _fwd_kernel(
         for j0 in range(span.start, span.stop, BN):
             k = key_tile(k_rows, k_desc, block, j0, BN, V.D, V.BD, TMA)
             t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
-            x = capped_product(t, geometry, V)
+            if BOUNDED:
+                x, _ = logits_of(t, unit, -row_max[:, None], geometry, V, "none")
+            else:
+                x, _ = logits_of(t, 1.0, 0.0, geometry, V, "none")
             if V.BIAS:
                 entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
                 x = add_bias(x, 1.0, table_ptr, entry, j0, span, geometry, V, BM, BN)
-            if (j0 < span.low) | (j0 > span.high):
+            at_edge = (j0 < span.low) | (j0 > span.high)
+            if BOUNDED:
+                at_edge = at_edge | (j0 == span.start)
+            if at_edge:
                 x = tl.where(visible(block.position, j0 + key_lanes, block.segment.sk, geometry, V), x, float("-inf"))
-            new_max = tl.maximum(row_max, tl.max(x, 1))
-            safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-            # the difference first: an unchanged maximum must rescale by exactly 1
-            rescale = tl.exp2((row_max - safe_max) * unit)
-            p = tl.exp2(x * unit - (safe_max * unit)[:, None])
-            row_sum = row_sum * rescale + tl.sum(p, 1)
-            row_max = new_max
+                if BOUNDED:
+                    # what weighs most in a short row should weigh 1, which p's dtype holds exactly
+                    reference = tl.maximum(tl.max(x, 1), LOWEST_REFERENCE) * (j0 == span.start)
+                    x -= reference[:, None]
+                    row_max += reference
+            if BOUNDED:
+                p = tl.exp2(x)
+                row_sum += tl.sum(p, 1)
+            else:
+                new_max = tl.maximum(row_max, tl.max(x, 1))
+                safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+                # the difference first: an unchanged maximum must rescale by exactly 1
+                rescale = tl.exp2((row_max - safe_max) * unit)
+                p = tl.exp2(x * unit - (safe_max * unit)[:, None])
+                row_sum = row_sum * rescale + tl.sum(p, 1)
+                row_max = new_max
+                if not LSE_ONLY:
+                    o = o * rescale[:, None]
             if not LSE_ONLY:
                 v = key_tile(v_rows, v_desc, block, j0, BN, V.DV, V.BDV, TMA)
-                o = tl.dot(p.to(v.dtype), v, o * rescale[:, None], input_precision=V.PRECISION)
-    lse2 = row_max * unit + tl.log2(row_sum)
+                o = tl.dot(p.to(v.dtype), v, o, input_precision=V.PRECISION)
+    if not BOUNDED:
+        row_max *= unit
+    lse2 = row_max + tl.log2(row_sum)
     lse_ptr += tl.cast(block.b * geometry.heads + block.h, tl.int64) * sq + block.row
     tl.store(lse_ptr + tl.arange(0, BM), lse2 * LN2, mask=tl.arange(0, BM) < block.n_rows)
     if not LSE_ONLY:
@@ -80,11 +93,19 @@ def _fwd_kernel(
         store_tile(at(y_rows, block.b, block.h, block.row), y_rows.row, block.n_rows, o, BM, V.DV, V.BDV)
 
 
+def bounded(call: Call) -> bool:
+    """Whether a softcap keeps exp2 of all logits within the range of fp32 and bf16, with room for sums: a row's maximum over
+    its first tile will do then. fp16 has no such range, and bias and sink know no bound."""
+    spec = call.spec
+    within = spec.softcap is not None and spec.softcap * LOG2E.value <= LARGEST_LOGIT
+    return within and not spec.bias and not spec.sink and call.q.dtype != torch.float16
+
+
 def forward(call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     launch = Launch(call)
     y = launch.empty_rows(call.v.shape[-1], call.output_dtype)
     if call.part is not None and call.part.lse is not None:
-        lse = call.part.lse.contiguous()
+        lse = compact(call.part.lse)
     else:
         lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
         softmax_of(launch, y, lse)
@@ -103,7 +124,9 @@ def softmax_of(launch: Launch, y: Tensor, lse: Tensor) -> None:
     grid = launch.row_grid(config.block_m)
     if grid[0] and grid[1]:
         tma, descriptors = launch.descriptors(config, config.block_n, launch.k, launch.v)
-        _fwd_kernel[grid](
+        launch.start(
+            _fwd_kernel,
+            grid,
             *(rows_of(x) for x in (launch.q, launch.k, launch.v)),
             *descriptors,
             *(rows_of(x) for x in (launch.gate, y)),
@@ -113,6 +136,7 @@ def softmax_of(launch: Launch, y: Tensor, lse: Tensor) -> None:
             *launch.shared(call.cu_seqlens_q, config.block_m),
             V=launch.variant,
             LSE_ONLY=lse_only,
+            BOUNDED=bounded(call),
             TMA=tma,
             **config.launch,
         )

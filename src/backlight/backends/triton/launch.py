@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backlight.backends.replaying.program import check_borders, start
+from backlight.backends.triton import small
 from backlight.backends.triton.config import KernelConfig, config_of, padded
 from backlight.backends.triton.primitives import Geometry, Packing, Rows, Variant
 from backlight.backends.triton.table import table_of
@@ -17,9 +19,8 @@ from backlight.spec import LOG2E
 SMALLEST_UNIT = 1e-6
 
 
-def unit_stride(tensor: Tensor) -> Tensor:
-    """Kernels read any strides in place as long as the last dimension is contiguous."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def compact(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def rows_of(tensor: Tensor) -> Rows:
@@ -40,13 +41,16 @@ def describable(tensor: Tensor) -> bool:
 class Launch:
     def __init__(self, call: Call):
         self.call = call
-        if call.varlen and not (call.q.is_cuda and torch.cuda.is_current_stream_capturing()):
-            # wrong cu_seqlens would send kernels out of bounds; a graph under capture was checked when it was warmed up
-            call.segments()
-        self.q, self.k, self.v = (unit_stride(x) for x in (call.q, call.k, call.v))
+        check_borders(call)
+        self.q, self.k, self.v = (self.readable(x) for x in (call.q, call.k, call.v))
         # absent tensors still need a pointer; what is compiled in never reads it
-        self.gate = self.q if call.gate is None else unit_stride(call.gate)
-        self.sink, self.tau = (self.q if x is None else x.contiguous() for x in (call.sink, call.tau))
+        self.gate = self.q if call.gate is None else self.readable(call.gate)
+        self.sink, self.tau = (self.q if x is None else compact(x) for x in (call.sink, call.tau))
+        self._first_tiles: dict[tuple[int, int], Tensor] = {}
+
+    def start(self, kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        """`kernel[grid](*args, **named)`: a launch that can be made again (docs/host.md)."""
+        start(kernel, grid, args, named)
 
     @property
     def elastic_part(self) -> Part | None:
@@ -60,7 +64,7 @@ class Launch:
     @cached_property
     def table(self) -> Tensor:
         """The bias as `bias_tile` reads it."""
-        return self.q if self.call.bias is None else table_of(self.call.bias, LOG2E / self.logit_units[1])
+        return self.q if self.call.bias is None else table_of(self.start, self.call.bias, LOG2E / self.logit_units[1])
 
     @property
     def logit_units(self) -> tuple[float, float]:
@@ -151,9 +155,38 @@ class Launch:
         lengths = (self.geometry, call.q.shape[2], call.k.shape[2])
         if cu_seqlens is None:
             return (Packing(self.q, self.q, self.q, n), *lengths, 0)
-        tiles = (cu_seqlens.diff() + block - 1) // block
-        cu_tiles = torch.nn.functional.pad(tiles.cumsum(0, dtype=torch.int32), (1, 0))
-        return (Packing(call.cu_seqlens_q, call.cu_seqlens_k, cu_tiles, n), *lengths, cu_seqlens.shape[0] - 1)
+        first = self.first_tiles(cu_seqlens, block)
+        return (Packing(call.cu_seqlens_q, call.cu_seqlens_k, first, n), *lengths, cu_seqlens.shape[0] - 1)
+
+    def first_tiles(self, cu_seqlens: Tensor, block: int) -> Tensor:
+        """Tiles of one head before each packed sequence, and in all: [Z + 1] int32."""
+        key = (id(cu_seqlens), block)
+        if key not in self._first_tiles:
+            first = torch.empty(cu_seqlens.shape, dtype=torch.int32, device=cu_seqlens.device)
+            args = (cu_seqlens, first, cu_seqlens.shape[0] - 1, block)
+            self.start(small._first_tiles_kernel, (1,), *args, BLOCK=small.BLOCK, num_warps=4, enable_fp_fusion=True)
+            self._first_tiles[key] = first
+        return self._first_tiles[key]
+
+    def head_sums(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
+        """[Hq] sums of parts [B, Hq, tiles]."""
+        batch, heads, tiles = parts.shape
+        out = torch.empty(heads, dtype=dtype, device=parts.device)
+        if heads:
+            args = (parts, out, batch, heads, tiles)
+            self.start(small._head_sums_kernel, (heads,), *args, BLOCK=small.BLOCK, num_warps=4, enable_fp_fusion=True)
+        return out
+
+    def readable(self, tensor: Tensor) -> Tensor:
+        """[B,H,S,D], copied where the last dimension is not contiguous: kernels read all other strides in place."""
+        if tensor.stride(-1) == 1 or not tensor.numel():
+            return tensor
+        batch, heads, rows, columns = tensor.shape
+        copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        grid = (-(-rows * columns // small.BLOCK), batch * heads)
+        args = (rows_of(tensor), tensor.stride(-1), copied, heads, rows, columns)
+        self.start(small._copy_kernel, grid, *args, BLOCK=small.BLOCK, num_warps=4, enable_fp_fusion=True)
+        return copied
 
     def empty_rows(self, width: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised [B,Hq,Sq,width] in the dimension order of q's strides."""

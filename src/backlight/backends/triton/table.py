@@ -1,11 +1,13 @@
 """The bias table as tiles read it: in logit units, padded, in both orders, each in two copies one entry apart."""
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from backlight.backends.triton.primitives import TABLE_PAD
+from backlight.backends.triton.band import TABLE_PAD
 
 BLOCK = 1024
 
@@ -23,13 +25,19 @@ def _table_kernel(bias_ptr, table_ptr, n, pitch, head_stride, column_stride, fac
     tl.store(table_ptr + place, value.to(tl.float32) * factor, mask=x < pitch)
 
 
-def table_of(bias: Tensor, factor: float) -> Tensor:
+def table_of(start: Callable[..., None], bias: Tensor, factor: float) -> Tensor:
     """[Hq, ascending or descending, copy, pitch] in fp32; pitch is even."""
     heads, n = bias.shape
     pitch = (n + 2 * TABLE_PAD.value + 1) // 2 * 2
     table = torch.empty(heads, 2, 2, pitch, dtype=torch.float32, device=bias.device)
     if heads:
-        _table_kernel[(triton.cdiv(pitch, BLOCK), heads, 4)](
-            bias, table, n, pitch, *bias.stride(), factor, PAD=TABLE_PAD.value, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=True
+        start(
+            _table_kernel,
+            (triton.cdiv(pitch, BLOCK), heads, 4),
+            *(bias, table, n, pitch, *bias.stride(), factor),
+            PAD=TABLE_PAD.value,
+            BLOCK=BLOCK,
+            num_warps=4,
+            enable_fp_fusion=True,
         )
     return table

@@ -1,4 +1,4 @@
-"""Whole directions again: allocations and launches of a host function, recorded once for each layout.
+"""Whole directions again: allocations and launches of a host function, recorded when a layout comes for the second time.
 
 Most calls of a training step are laid out like one before them. Where a host function did nothing but allocate memory and start
 kernels, doing so again needs none of its Python: a program holds what was allocated, which kernels were started, and which
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backlight.backends.hopper.replay import Replay, heard, stream_of
+from backlight.backends.replaying.replay import Replay, heard, stream_of, tensors_among
 from backlight.call import Call, Memory, layout_of
 from backlight.config import overridden
 
@@ -177,49 +177,90 @@ def launched(replay: Replay | None, tensors: Sequence[Tensor]) -> None:
         recording.launched(replay, tensors)
 
 
+def start(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], named: dict[str, Any]) -> None:
+    """`kernel[grid](*args, **named)`, of which the recording of this thread learns; tensors are among `args` only.
+
+    The compiled kernel is part of what is recorded: arguments may decide what is compiled, as long as the layout of a call
+    decides the arguments.
+    """
+    made = kernel[grid](*args, **named)
+    recording = getattr(_active, "recording", None)
+    if recording is not None:
+        # the interpreter, and stand-ins of tests, have no compiled kernel
+        replay = None if made is None else Replay(kernel, made, grid, args, named)
+        recording.launched(replay, tensors_among(args))
+
+
 def check_borders(call: Call) -> None:
     """Wrong cu_seqlens would send kernels out of bounds; a graph under capture was checked when it was warmed up."""
     if call.varlen and not (call.q.is_cuda and torch.cuda.is_current_stream_capturing()):
         call.check_borders()
 
 
+# what came once; recording takes longer than the function itself, and many lengths never come again
+_once: Memory[bool] = Memory()
 # None: the host function has to run itself
 _programs: Memory[Program | None] = Memory()
 _UNKNOWN = object()
 
 
-def replayed(host: Callable[..., Any], call: Call, tensors: Sequence[Tensor | None], choice: Hashable) -> Any:
-    """`host(call, *tensors, choice)`, from its program where there is one."""
+def replayed(
+    host: Callable[..., Any], call: Call, tensors: Sequence[Tensor | None], choice: Hashable, setting: Hashable = None
+) -> Any:
+    """`host(call, *tensors, choice)`, from its program where there is one; `setting` is what else decides."""
     check_borders(call)
     if overridden():
         return host(call, *tensors, choice)
-    key = _key(host, call, tensors, choice)
+    inputs = _inputs(call, tensors)
+    key = _key(host, call, tensors, choice, setting, inputs)
     program = _programs.get(key, _UNKNOWN)
-    # borders of keys that are those of the rows stand there once
-    cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
-    terms = (call.bias, call.sink, call.tau, call.gate)
-    inputs = (call.q, call.k, call.v, *terms, cu_q, None if cu_k is cu_q else cu_k, *tensors)
     if program is _UNKNOWN:
+        if key not in _once:
+            _once[key] = True
+            return host(call, *tensors, choice)
         with Recording(inputs) as recording:
             results = host(call, *tensors, choice)
-        if _told_apart(inputs):
-            _programs[key] = recording.program(results)
+        _programs[key] = recording.program(results)
         return results
     return host(call, *tensors, choice) if program is None else program(inputs)  # type: ignore[operator]
 
 
-def known(host: Callable[..., Any], call: Call, tensors: Sequence[Tensor | None], choice: Hashable) -> Program | None:
-    """The program of `host(call, *tensors, choice)`."""
-    return None if overridden() else _programs.get(_key(host, call, tensors, choice))
+def known(
+    host: Callable[..., Any], call: Call, tensors: Sequence[Tensor | None], choice: Hashable, setting: Hashable = None
+) -> Program | None:
+    """The program of `host(call, *tensors, choice)`, for all calls of its layout with as many different q, k and v.
+
+    None where other tensors are one: the program does not know which of them a launch meant.
+    """
+    inputs = _inputs(call, tensors)
+    if overridden() or not _told_apart(inputs):
+        return None
+    return _programs.get(_key(host, call, tensors, choice, setting, inputs))
 
 
-def _key(host: Callable[..., Any], call: Call, tensors: Sequence[Tensor | None], choice: Hashable) -> tuple[Any, ...]:
-    q, k, v = call.q, call.k, call.v
-    same = (k is q, v is q, v is k)
-    return (host, same, call.layout, choice, *[None if x is None else layout_of(x) for x in tensors])
+def _inputs(call: Call, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    # borders of keys that are those of the rows stand there once
+    cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
+    terms = (call.bias, call.sink, call.tau, call.gate)
+    part = () if call.part is None else (call.part.lse, call.part.n)
+    return (call.q, call.k, call.v, *terms, cu_q, None if cu_k is cu_q else cu_k, *tensors, *part)
+
+
+def _key(
+    host: Callable[..., Any],
+    call: Call,
+    tensors: Sequence[Tensor | None],
+    choice: Hashable,
+    setting: Hashable,
+    inputs: Sequence[Tensor | None],
+) -> tuple[Any, ...]:
+    present = [id(x) for x in inputs if x is not None]
+    # which of the inputs are one tensor
+    same = None if len({*present}) == len(present) else tuple(map(present.index, present))
+    return (host, same, call.layout, choice, setting, *[None if x is None else layout_of(x) for x in tensors])
 
 
 def _told_apart(inputs: Sequence[Tensor | None]) -> bool:
-    """Whether each input but q, k and v is a tensor of its own: else it would not be known which of two a launch meant."""
+    """Whether each input but q, k and v is a tensor of its own."""
     qkv, others = {id(x) for x in inputs[:3]}, [id(x) for x in inputs[3:] if x is not None]
     return len(others) == len({*others} - qkv)

@@ -1,4 +1,4 @@
-"""Launches: the first of its kind through Triton's JIT, later ones again with other tensors.
+"""Launches again: the same kernel, grid and arguments, with other tensors.
 
 What Triton does for every launch costs more host time than the driver's own launch: it encodes each TMA descriptor anew, asks
 the driver about each pointer and writes records for hooks that nobody has hung up. A tensor map is a pure function of a
@@ -9,19 +9,18 @@ and given to Triton's compiled launcher directly, with pointers as numbers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, count
 from types import CellType, FunctionType
 from typing import Any
 
 from torch import Tensor
 from triton import knobs
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
 from backlight.call import Memory
-
-_compiled: dict[tuple[Any, ...], Any] = {}
 
 
 class Maps(Memory[Any]):
@@ -35,44 +34,34 @@ STREAM = 3
 NO_HOOKS = ENTER, EXIT = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
 
 
-def start(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: dict[str, Any], **options: Any) -> Any:
-    """`kernel[grid](*args, **constants, **options)`, without Triton's search for the compiled kernel from the second time on.
-
-    Constants are the last parameters of the kernel. What else can make Triton compile again is in the key: device, dtypes,
-    alignment of pointers, integers that need 64 bits. The kernels specialise on no other value.
-
-    Returns the compiled kernel; None from a stand-in of the tests.
-    """
-    first = args[0].base if isinstance(args[0], TensorDescriptor) else args[0]
-    key = (kernel, first.device, *map(_kind, args), *constants.values())
-    made = _compiled.get(key)
-    if made is None:
-        made = kernel[grid](*args, **constants, **options)
-        if made is not None:
-            _compiled[key] = made
-    else:
-        made[(*grid, 1, 1)[:3]](*args, *(constants[name] for name in kernel.arg_names[len(args) :]))
-    return made
+def is_descriptor(arg: Any) -> bool:
+    """Triton's and Gluon's: both have a tensor below them."""
+    return hasattr(arg, "base") and hasattr(arg, "block_shape")
 
 
-def _kind(arg: Any) -> Any:
-    if type(arg) is int:
-        return arg >> 31
-    if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() & 15
-    return arg.base.dtype if isinstance(arg, TensorDescriptor) else type(arg)
-
-
-def descriptor(tensor: Any, known: dict[str, Any]) -> TensorDescriptor:
+def unchecked(kind: type, tensor: Any, known: dict[str, Any]) -> Any:
     """A descriptor without the checks, which cost more than a launch."""
-    made = object.__new__(TensorDescriptor)
+    made: Any = object.__new__(kind)
     made.__dict__.update(known, base=tensor)
     return made
 
 
-def fields_of(made: TensorDescriptor) -> dict[str, Any]:
+def fields_of(made: Any) -> dict[str, Any]:
     """All that a descriptor says besides its address."""
     return {name: value for name, value in vars(made).items() if name != "base"}
+
+
+def tensors_among(args: Any) -> list[Tensor]:
+    """Those of arguments, in order: inside tuples and below descriptors too."""
+    found = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            found.append(arg)
+        elif isinstance(arg, tuple):
+            found += tensors_among(arg)
+        elif is_descriptor(arg):
+            found.append(arg.base)
+    return found
 
 
 class Address:
@@ -87,6 +76,39 @@ class Address:
         return self.value
 
 
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """Where a tensor stood, or a descriptor of this kind with these fields, which has a number."""
+
+    kind: type | None = None
+    fields: dict[str, Any] | None = None
+    number: int | None = None
+
+    def at(self, address: int) -> Any:
+        return Address(address) if self.kind is None else unchecked(self.kind, Address(address), self.fields or {})
+
+
+def with_holes(arg: Any) -> Any:
+    if isinstance(arg, Tensor):
+        return Hole()
+    if isinstance(arg, tuple):
+        return tuple(map(with_holes, arg))
+    return Hole(type(arg), fields_of(arg), next(_numbers)) if is_descriptor(arg) else arg
+
+
+def holes_of(arg: Any) -> list[Hole]:
+    if isinstance(arg, tuple):
+        return [hole for x in arg for hole in holes_of(x)]
+    return [arg] if isinstance(arg, Hole) else []
+
+
+def filled(arg: Any, values: Iterator[Any]) -> Any:
+    """The argument with the next values in its holes."""
+    if isinstance(arg, Hole):
+        return next(values)
+    return tuple([filled(x, values) for x in arg]) if isinstance(arg, tuple) else arg
+
+
 def heard() -> bool:
     """Whether somebody (a profiler) wants to hear of launches, which only Triton's own function tells."""
     runtime = knobs.runtime
@@ -99,21 +121,30 @@ def stream_of(device: int) -> int:
 
 
 class Replay:
-    """A launch that was made once: compiled kernel, grid and arguments, with holes where its tensors stood."""
+    """A launch that was made once: compiled kernel, grid and arguments, with holes where its tensors stood.
+
+    args: as the kernel was given them, by position; constants: those it was given by name. Both together are its parameters.
+    """
 
     def __init__(self, kernel: Any, made: Any, grid: tuple[int, ...], args: Sequence[Any], constants: dict[str, Any]):
         # the kernel stays alive: launches are remembered by its id
-        self.kernel = kernel
-        grid = (*grid, 1, 1)[:3]
-        self.run = made[grid]
-        self.args = [None if isinstance(arg, (Tensor, TensorDescriptor)) else arg for arg in args]
-        self.args += [constants[name] for name in kernel.arg_names[len(args) :]]
-        self.holes = [
-            (place, fields_of(arg) if isinstance(arg, TensorDescriptor) else None)
-            for place, arg in enumerate(args)
-            if isinstance(arg, (Tensor, TensorDescriptor))
-        ]
-        self.direct = Direct.of(made, grid, self.args, self.holes)
+        self.kernel, self.made, self.grid = kernel, made, (*grid, 1, 1)[:3]
+        self.args = tuple(map(with_holes, args))
+        self.constants = tuple([constants[name] for name in kernel.arg_names[len(args) :]])
+
+    # what follows waits for a second call: many layouts come once
+
+    @cached_property
+    def run(self) -> Callable[..., Any]:
+        return self.made[self.grid]
+
+    @cached_property
+    def holes(self) -> list[Hole]:
+        return holes_of(self.args)
+
+    @cached_property
+    def direct(self) -> Direct | None:
+        return Direct.of(self.made, self.grid, self.args, len(self.constants))
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
         launcher, args = self.prepared([x.data_ptr() for x in tensors], stream_of(tensors[0].get_device()))
@@ -127,46 +158,42 @@ class Replay:
 
     def arguments(self, addresses: Sequence[int]) -> list[Any]:
         """As the kernel's signature has them."""
-        args = self.args.copy()
-        for (place, known), address in zip(self.holes, addresses, strict=True):
-            args[place] = Address(address) if known is None else descriptor(Address(address), known)
-        return args
+        values = iter([hole.at(address) for hole, address in zip(self.holes, addresses, strict=True)])
+        return [*filled(self.args, values), *self.constants]
 
 
 class Direct:
     """Calls of the launcher that Triton compiled, below the function that turns descriptors into tensor maps.
 
     `record` is that function with all above it, and a list in place of the compiled launcher. The compiled one takes a kernel's
-    arguments after its own (Triton 3.6) or as a list, its last (since 3.7); a descriptor stands there as map, shape, strides.
+    arguments after its own (Triton 3.6) or as a list, its last (since 3.7); a descriptor stands there as map, shape, strides,
+    a tuple as it is.
     """
 
-    def __init__(
-        self,
-        launcher: Callable[..., Any],
-        record: Callable[..., list[Any]],
-        args: Sequence[Any],
-        holes: Sequence[tuple[int, dict[str, Any] | None]],
-    ):
+    def __init__(self, launcher: Callable[..., Any], record: Callable[..., list[Any]], args: tuple[Any, ...], constants: int):
         self.launcher, self.record = launcher, record
-        widths = [1] * len(args)
-        for place, known in holes:
-            widths[place] = 1 if known is None else 1 + 2 * len(known["shape"])
+        widths = [1 + 2 * len(arg.fields["shape"]) if isinstance(arg, Hole) and arg.fields is not None else 1 for arg in args]
         begins = [0, *accumulate(widths)]
-        self.width = begins[-1]
-        # for each tensor its place among the launcher's arguments, and the number of its descriptor
-        self.places = [(begins[place], None if known is None else next(_numbers)) for place, known in holes]
+        self.width = begins[-1] + constants
+        # arguments with holes, by their places among the launcher's
+        self.places = [(begin, arg) for begin, arg in zip(begins, args, strict=False) if holes_of(arg)]
+        self.numbers = [hole.number for _, arg in self.places for hole in holes_of(arg)]
         self.own: list[Any] = []
         self.args: list[Any] = []
         self.nested = False
 
     @classmethod
-    def of(cls, made: Any, grid: tuple[int, ...], args: Sequence[Any], holes: Sequence[Any]) -> Direct | None:
-        """None where Triton's launcher is not built as expected, or needs scratch memory."""
+    def of(cls, made: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: int) -> Direct | None:
+        """None where Triton's launcher is not built as expected (another vendor's is not), or needs scratch memory."""
         run: Any = getattr(made, "run", None)
         metadata = getattr(made, "metadata", None)
         scratch = any(getattr(metadata, f"{kind}_scratch_size", 1) for kind in ("global", "profile"))
+        nvidia = getattr(getattr(metadata, "target", None), "backend", None) == "cuda"
+        # without them Triton passes a descriptor as a pointer and its fields
+        described = any(hole.number is not None for hole in holes_of(args))
+        maps = not described or getattr(metadata, "tensordesc_meta", None)
         found = _opened(getattr(run, "launch", None))
-        if found is None or scratch or getattr(run, "gsan_enabled", False):
+        if found is None or scratch or not (nvidia and maps) or getattr(run, "gsan_enabled", False):
             return None
         launcher, with_launcher = found
 
@@ -177,20 +204,21 @@ class Direct:
             recorder(*grid, 0, made.function, made.packed_metadata, None, None, None, *given)
             return taken
 
-        return cls(launcher, record, args, holes)
+        return cls(launcher, record, args, constants)
 
     def prepared(self, addresses: Sequence[int], stream: int, arguments: Callable[..., list[Any]]) -> Sequence[Any]:
         """The launcher's arguments. Where tensor maps are missing, Triton makes them of the kernel's."""
         values = [
             address if number is None else _maps.get((address, number))
-            for (_, number), address in zip(self.places, addresses, strict=True)
+            for number, address in zip(self.numbers, addresses, strict=True)
         ]
         if not self.own or None in values:
             values = self._encoded(addresses, arguments(addresses))
         own, given = self.own.copy(), self.args.copy()
         own[STREAM] = stream
-        for (place, _), value in zip(self.places, values, strict=True):
-            given[place] = value
+        left = iter(values)
+        for place, arg in self.places:
+            given[place] = filled(arg, left)
         return (*own, given) if self.nested else (*own, *given)
 
     def _encoded(self, addresses: Sequence[int], args: Sequence[Any]) -> list[Any]:
@@ -198,14 +226,12 @@ class Direct:
         taken = self.record(args)
         self.nested = isinstance(taken[-1], (list, tuple)) and len(taken[-1]) == self.width
         own, given = (taken[:-1], list(taken[-1])) if self.nested else (taken[: -self.width], taken[-self.width :])
-        values: list[Any] = []
-        for (place, number), address in zip(self.places, addresses, strict=True):
-            if number is None:
-                assert given[place].data_ptr() == address
-                values.append(address)
-            else:
-                values.append(given[place])
-                _maps[address, number] = given[place]
+        values = list(addresses)
+        seen = 0
+        for place, arg in self.places:
+            if isinstance(arg, Hole) and arg.number is not None:
+                _maps[addresses[seen], arg.number] = values[seen] = given[place]
+            seen += len(holes_of(arg))
             given[place] = None
         # `own` last: it tells another thread that both are there
         self.args, self.own = given, own

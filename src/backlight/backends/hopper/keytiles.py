@@ -1,0 +1,285 @@
+"""What the backward kernels share: the key tiles that a CTA works on, one after the other.
+
+A tile has a number. Tiles of `together` key heads lie side by side, those of the first keys (which most rows see under a causal
+mask) first. With fewer programs than tiles, programs draw numbers from a counter, which the pre-pass has set to 0 (a float: it
+lies behind the vector of delta). The loader draws, works out where a tile lies and publishes it in shared memory; partitions
+that have no register to spare read from there what they need when they need it.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from backlight.backends.hopper.compat import arguments, tma_load
+from backlight.backends.hopper.config import BackwardConfig
+from backlight.backends.hopper.launch import multiprocessors
+from backlight.backends.hopper.primitives import (
+    bar_sync,
+    before,
+    between,
+    clamp,
+    from_on,
+    load_tile,
+    locate,
+    row_blocks,
+    row_limits,
+    stage_of,
+)
+from backlight.backends.hopper.terms import row_band
+from backlight.call import Call
+
+# rows of a block that may not see a key: none, those before its first row, those from its end on, both
+PLAIN = gl.constexpr(0)
+FIRST_ROWS = gl.constexpr(1)
+LAST_ROWS = gl.constexpr(2)
+BOTH_ENDS = gl.constexpr(3)
+# who comes to a stage's named barrier: two warpgroups and the loader
+EVERYBODY = gl.constexpr(256 + 32)
+# what is published of a tile, in this order; a number below 0 ends the work
+SLOT = gl.constexpr(16)
+NUMBER = gl.constexpr(0)
+VISIT = gl.constexpr(1)
+BATCH = gl.constexpr(2)
+KV_HEAD = gl.constexpr(3)
+K_START = gl.constexpr(4)
+SQ = gl.constexpr(5)
+SK = gl.constexpr(6)
+J0 = gl.constexpr(7)
+FIRST_TILE = gl.constexpr(8)
+BEGIN = gl.constexpr(9)
+CAREFUL_END = gl.constexpr(10)
+PLAIN_BEGIN = gl.constexpr(11)
+BAND_BEGIN = gl.constexpr(12)
+BAND_END = gl.constexpr(13)
+PLAIN_END = gl.constexpr(14)
+END = gl.constexpr(15)
+
+
+@arguments
+class KeyTile:
+    """Keys [j0, j0 + BN) of a key head, and the row blocks that see them.
+
+    begin <= careful_end <= plain_begin <= band_begin <= band_end <= plain_end <= end: blocks that need both limits of a mask,
+    the first, none, the last; within the band those that meet the bias table.
+    """
+
+    b: gl.tensor
+    kv_head: gl.tensor
+    q_start: gl.tensor
+    k_start: gl.tensor
+    sq: gl.tensor
+    sk: gl.tensor
+    j0: gl.tensor
+    first_tile: gl.tensor
+    begin: gl.tensor
+    careful_end: gl.tensor
+    plain_begin: gl.tensor
+    band_begin: gl.tensor
+    band_end: gl.tensor
+    plain_end: gl.tensor
+    end: gl.tensor
+
+
+@gluon.jit
+def drawn(p, number):
+    """The number that this program takes after `number`; n_tiles or more when nothing is left."""
+    following = number + gl.num_programs(0)
+    if p.dynamic != 0:
+        following = gl.atomic_add(p.counter_ptr + p.counter, 1.0).to(gl.int32) + gl.num_programs(0)
+    return following
+
+
+@gluon.jit
+def tell(p, turn, FIELD: gl.constexpr, value):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    p.tile_s.index((turn & 1) * SLOT + FIELD).store(gl.full([1], value, gl.int32, one))
+
+
+@gluon.jit
+def told(p, turn, FIELD: gl.constexpr, WARPS: gl.constexpr):
+    """What `publish` said of this program's tile number `turn`, in a partition of WARPS warps."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    return gl.max(p.tile_s.index((turn & 1) * SLOT + FIELD).load(layout), 0)
+
+
+@gluon.jit
+def publish(p, turn, number, visit, t):
+    """Tell the other partitions about a tile, as soon as they have done with the one before last."""
+    mbarrier.wait(p.tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+    tell(p, turn, NUMBER, number)
+    tell(p, turn, VISIT, visit)
+    tell(p, turn, BATCH, t.b)
+    tell(p, turn, KV_HEAD, t.kv_head)
+    tell(p, turn, K_START, t.k_start)
+    tell(p, turn, SQ, t.sq)
+    tell(p, turn, SK, t.sk)
+    tell(p, turn, J0, t.j0)
+    tell(p, turn, FIRST_TILE, t.first_tile)
+    tell(p, turn, BEGIN, t.begin)
+    tell(p, turn, CAREFUL_END, t.careful_end)
+    tell(p, turn, PLAIN_BEGIN, t.plain_begin)
+    tell(p, turn, BAND_BEGIN, t.band_begin)
+    tell(p, turn, BAND_END, t.band_end)
+    tell(p, turn, PLAIN_END, t.plain_end)
+    tell(p, turn, END, t.end)
+    mbarrier.arrive(p.tile_full.index(turn & 1), count=1)
+
+
+@gluon.jit
+def publish_end(p, turn):
+    mbarrier.wait(p.tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+    tell(p, turn, NUMBER, -1)
+    mbarrier.arrive(p.tile_full.index(turn & 1), count=1)
+
+
+@gluon.jit
+def published(p, turn, WARPS: gl.constexpr):
+    """Wait for `publish`; the number of the tile."""
+    mbarrier.wait(p.tile_full.index(turn & 1), (turn >> 1) & 1)
+    return told(p, turn, NUMBER, WARPS)
+
+
+@gluon.jit
+def published_tile(p, turn):
+    """All that is published, for a partition of one warp; the others read what they need when they need it."""
+    return KeyTile(
+        b=told(p, turn, BATCH, 1),
+        kv_head=told(p, turn, KV_HEAD, 1),
+        q_start=p.sq * 0,
+        k_start=told(p, turn, K_START, 1),
+        sq=told(p, turn, SQ, 1),
+        sk=told(p, turn, SK, 1),
+        j0=told(p, turn, J0, 1),
+        first_tile=told(p, turn, FIRST_TILE, 1),
+        begin=told(p, turn, BEGIN, 1),
+        careful_end=told(p, turn, CAREFUL_END, 1),
+        plain_begin=told(p, turn, PLAIN_BEGIN, 1),
+        band_begin=told(p, turn, BAND_BEGIN, 1),
+        band_end=told(p, turn, BAND_END, 1),
+        plain_end=told(p, turn, PLAIN_END, 1),
+        end=told(p, turn, END, 1),
+    )
+
+
+@gluon.jit
+def key_tile(p, number):
+    """The tile of a number. Beyond the last packed sequence are no keys and no rows."""
+    kv_heads = p.heads // p.group
+    section = number // (p.key_tiles * p.together)
+    rank = number % (p.key_tiles * p.together)
+    head = section * p.together + rank % p.together
+    tile = rank // p.together
+    q_start = tile * 0
+    k_start = tile * 0
+    first_tile = tile * 0
+    sq = p.sq
+    sk = p.sk
+    if p.VARLEN:
+        z, earlier = locate(tile, p.cu_key_tiles_ptr, p.n_segments)
+        tile -= earlier
+        last = gl.minimum(z, p.n_segments - 1)
+        q_start = gl.load(p.cu_q_ptr + last)
+        k_start = gl.load(p.cu_k_ptr + last)
+        sq = gl.load(p.cu_q_ptr + last + 1) - q_start
+        sk = gl.where(z < p.n_segments, gl.load(p.cu_k_ptr + last + 1) - k_start, 0)
+        first_tile = gl.load(p.cu_row_tiles_ptr + last)
+    j0 = tile * p.BN
+    last_key = gl.minimum(j0 + p.BN, sk) - 1
+    begin, plain_begin, plain_end, end = row_blocks(j0, last_key, sq, sk, p.left, p.right, p.BM, p.HAS_LEFT, p.HAS_RIGHT)
+    if p.VARLEN:
+        end = gl.where(sk > 0, end, begin)
+    careful_end = begin
+    ragged = j0 + p.BN > sk
+    if p.HAS_LEFT:
+        # blocks before the plain ones need a look at their first rows only, blocks after them at their last ones
+        if ragged | (plain_begin >= plain_end):
+            careful_end = end
+            plain_begin = end
+            plain_end = end
+    elif ragged:
+        plain_begin = end
+        plain_end = end
+    band_begin = plain_begin
+    band_end = plain_begin
+    if p.BIAS:
+        band_begin, band_end = row_band(j0, last_key, sk - sq, p.origin, p.n_bias, p.BM)
+        band_begin = clamp(band_begin, plain_begin, plain_end)
+        band_end = clamp(band_end, band_begin, plain_end)
+    return KeyTile(
+        b=head // kv_heads,
+        kv_head=head % kv_heads,
+        q_start=q_start,
+        k_start=k_start,
+        sq=sq,
+        sk=sk,
+        j0=j0,
+        first_tile=first_tile,
+        begin=begin,
+        careful_end=careful_end,
+        plain_begin=plain_begin,
+        band_begin=band_begin,
+        band_end=band_end,
+        plain_end=plain_end,
+        end=end,
+    )
+
+
+@gluon.jit
+def seen_rows(p, turn, s, offset, i, MASK: gl.constexpr):
+    """Which rows of block i see the keys from j0 + offset on: a tile like s [keys, rows]."""
+    layout: gl.constexpr = s.type.layout
+    key = told(p, turn, J0, p.WARPS) + offset + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
+    columns = gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
+    sq = told(p, turn, SQ, p.WARPS)
+    sk = told(p, turn, SK, p.WARPS)
+    first, end = row_limits(key, sq, sk, p.left, p.right, p.HAS_LEFT, p.HAS_RIGHT)
+    if MASK == FIRST_ROWS:
+        seen = from_on(first - i * p.BM, columns)
+    elif MASK == LAST_ROWS:
+        seen = before(end - i * p.BM, columns)
+    else:
+        seen = between(first - i * p.BM, end - i * p.BM, columns)
+    return seen
+
+
+@gluon.jit
+def tile_row(p, t, member, i):
+    """First row of a row block in the padded fp32 tensors lse, delta and dq accumulator."""
+    head = t.b * p.heads + t.kv_head * p.group + member
+    return (head * p.row_tiles + t.first_tile + i) * p.BM
+
+
+@gluon.jit
+def load_rows(p, t, member, i, count):
+    """Row block i of a query head into the next stage of the rings: q with lse, do with delta (and tau / n)."""
+    stage = stage_of(count, p.ST)
+    q_full = p.q_full.index(stage)
+    do_full = p.do_full.index(stage)
+    h = t.kv_head * p.group + member
+    row = tile_row(p, t, member, i)
+    if count >= p.ST:
+        bar_sync(p.Q_EMPTY + stage, EVERYBODY)
+    mbarrier.expect(q_full, p.q_desc.block_type.nbytes + p.BM * 4)
+    load_tile(p.q_desc, t.b, h, t.q_start, t.sq, i * p.BM, q_full, p.q_s.index(stage), p.VARLEN)
+    tma_load(p.lse_desc, [row], q_full, p.lse_s.index(stage))
+    if count >= p.ST:
+        bar_sync(p.DO_EMPTY + stage, EVERYBODY)
+    mbarrier.expect(do_full, p.do_desc.block_type.nbytes + (p.BM * 8 if p.TAU else p.BM * 4))
+    load_tile(p.do_desc, t.b, h, t.q_start, t.sq, i * p.BM, do_full, p.do_s.index(stage), p.VARLEN)
+    tma_load(p.delta_desc, [row], do_full, p.delta_s.index(stage))
+    if p.TAU:
+        tma_load(p.share_desc, [row], do_full, p.share_s.index(stage))
+
+
+@gluon.jit
+def meet_arrivals(p, count):
+    """Every arrival at a named barrier is met, those of the last round included."""
+    for i in gl.static_range(p.ST):
+        if count >= p.ST - i:
+            bar_sync(p.Q_EMPTY + stage_of(count + i, p.ST), EVERYBODY)
+            bar_sync(p.DO_EMPTY + stage_of(count + i, p.ST), EVERYBODY)
+
+
+def programs_of(call: Call, config: BackwardConfig, n_tiles: int) -> int:
+    """CTAs of a kernel that owns key tiles."""
+    return min(n_tiles, multiprocessors(call.q.device)) if config.persistent else n_tiles

@@ -1,0 +1,251 @@
+"""One row block of the backward's main kernel (`backward.py`): the five products and what lies between them.
+
+`p` is the kernel's argument class, `turn` counts its tiles (`keytiles.told`). Blocks with a mask have loops of their own, like
+those that meet the bias table.
+"""
+
+# device code: compiled by Triton from its own types, never run by Python
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from backlight.backends.hopper.compat import arguments
+from backlight.backends.hopper.dbias import leave_diagonals
+from backlight.backends.hopper.dq import above, add_fragments, dq_fragments
+from backlight.backends.hopper.keytiles import (
+    BAND_BEGIN,
+    BAND_END,
+    BATCH,
+    BEGIN,
+    BOTH_ENDS,
+    CAREFUL_END,
+    END,
+    FIRST_ROWS,
+    FIRST_TILE,
+    J0,
+    KV_HEAD,
+    LAST_ROWS,
+    PLAIN,
+    PLAIN_BEGIN,
+    PLAIN_END,
+    SK,
+    SQ,
+    seen_rows,
+    told,
+)
+from backlight.backends.hopper.primitives import (
+    INF,
+    bar_arrive,
+    end_block,
+    mma_over_columns,
+    phase_of,
+    pieces,
+    stage_of,
+)
+from backlight.backends.hopper.terms import TABLE_PAD, bias_tile, cap_slope, capped, threshold, weights16
+
+# named barriers, `gradients` and one warp each: Q_EMPTY + stage, then DO_EMPTY + stage, then DQ_FULL, then DIAGONALS_FULL
+Q_EMPTY = gl.constexpr(8)
+KV_EMPTY = gl.constexpr(6)
+OUT_FULL = gl.constexpr(7)
+BOTH = gl.constexpr(256 + 32)
+
+
+@arguments
+class Sums:
+    """What goes from block to block; blocks and flushes of diagonals are counted over all tiles."""
+
+    dk: gl.tensor
+    dv: gl.tensor
+    count: gl.tensor
+    flushes: gl.tensor
+
+
+@gluon.constexpr_function
+def tile_layout(WIDE, N):
+    """Accumulator of a [BN, N] product: 128 keys over both warpgroups, or 64 keys with columns split between them."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 2] if WIDE else [8, 1], [16, N // 2 if WIDE else N, 16])
+
+
+@gluon.jit
+def block_bias(p, turn, tile, member, i):
+    """The bias of a row block, like `tile`."""
+    head = told(p, turn, KV_HEAD, p.WARPS) * p.group + member
+    column = i * p.BM + told(p, turn, SK, p.WARPS) - told(p, turn, SQ, p.WARPS) - told(p, turn, J0, p.WARPS) + p.origin
+    return bias_tile(p.table_ptr + head.to(gl.int64) * (p.n_bias + 2 * TABLE_PAD), column, p.n_bias, tile, True)
+
+
+@gluon.jit
+def weights(p, turn, s, lse, i, MASK: gl.constexpr):
+    """p of a tile of scores. With tau it is -inf where a key is hidden, so that its weight is 0 whatever is added."""
+    pt = gl.exp2(s * p.scale_log2 - gl.expand_dims(lse, 0))
+    if MASK != PLAIN:
+        pt = gl.where(seen_rows(p, turn, s, 0, i, MASK), pt, -INF if p.TAU else 0.0)
+    return pt
+
+
+@gluon.jit
+def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.constexpr):
+    """One row block: its dq goes out, dk and dv grow."""
+    dk = sums.dk
+    dv = sums.dv
+    count = sums.count
+    BM: gl.constexpr = p.BM
+    BN: gl.constexpr = p.BN
+    BD: gl.constexpr = p.k_s.shape[1]
+    ST: gl.constexpr = p.ST
+    dtype: gl.constexpr = p.q_desc.dtype
+    dq_l: gl.constexpr = dq_fragments(BM, BD)
+    s_l: gl.constexpr = tile_layout(p.WIDE, BM)
+    a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
+    row_l: gl.constexpr = gl.SliceLayout(0, s_l)
+    PIECES: gl.constexpr = len(pieces(p.DV, p.v_s.shape[1]))
+    zero = gl.zeros([BN, BM], gl.float32, s_l)
+    stage = stage_of(count, ST)
+    phase = phase_of(count, ST)
+    q = p.q_s.index(stage)
+    do = p.do_s.index(stage)
+
+    # scores grow on top of the bias, which then has no registers and no additions of its own; products over many columns would
+    # wait for each other
+    ON_TOP: gl.constexpr = BIASED and not (p.SOFTCAP or p.WIDE)
+    bias = zero
+    if ON_TOP:
+        bias = block_bias(p, turn, zero, member, i)
+    mbarrier.wait(p.q_full.index(stage), phase)
+    s_token = mma_over_columns(p.k_s, q, bias, p.D, ON_TOP)
+    # row values are read late where registers are short
+    if p.OVERLAP:
+        lse = p.lse_s.index(stage).load(row_l)
+    mbarrier.wait(p.do_full.index(stage), phase)
+    dp_token = mma_over_columns(p.v_s, do, zero, p.DV)
+    s = warpgroup_mma_wait(PIECES, deps=[s_token])
+    if not p.OVERLAP:
+        lse = p.lse_s.index(stage).load(row_l)
+    if p.SOFTCAP:
+        # its slope is needed later: the capped score stays in registers, p comes after dp
+        pt = capped(s, p.cap)
+    else:
+        if BIASED and not ON_TOP:
+            s = s + block_bias(p, turn, zero, member, i)
+        pt = weights(p, turn, s, lse, i, MASK)
+    if p.OVERLAP:
+        if not p.TAU:
+            delta = p.delta_s.index(stage).load(row_l)
+        end_block(count)
+        dp, pt = warpgroup_mma_wait(0, deps=[dp_token, pt])
+    else:
+        dp = warpgroup_mma_wait(0, deps=[dp_token])
+    if p.TAU or not p.OVERLAP:
+        delta = p.delta_s.index(stage).load(row_l)
+    if p.SOFTCAP:
+        s = pt
+        if BIASED:
+            pt = s + block_bias(p, turn, zero, member, i)
+        pt = weights(p, turn, pt, lse, i, MASK)
+    if p.TAU:
+        # eq. 10, 11: the gradient of a key that did not survive stops at its weight, not at its p
+        at = pt + gl.expand_dims(p.share_s.index(stage).load(row_l), 0)
+        at16 = weights16(at, dtype)
+        dp = dp * above(at, limit)
+        if MASK != PLAIN:
+            pt = gl.maximum(pt, 0.0)
+    else:
+        at16 = pt.to(dtype)
+    ds = pt * (dp - gl.expand_dims(delta, 0))
+    if p.DBIAS and BIASED:
+        leave_diagonals(p, ds, sums.flushes, BOTH)
+    if p.SOFTCAP:
+        ds = ds * cap_slope(s)
+    ds16 = ds.to(dtype)
+    if p.WIDE:
+        p.p_s.store(at16)
+        p.ds_s.store(ds16)
+        fence_async_shared()
+        dq_token = gl.zeros([BM, BD], gl.float32, dq_l)
+        if not p.SPLIT:
+            dq_token = warpgroup_mma(p.ds_s.permute((1, 0)), p.k_s, dq_token, use_acc=False, is_async=True)
+        dv_token = warpgroup_mma(p.p_s, do, dv, is_async=True)
+        dk_token = warpgroup_mma(p.ds_s, q, dk, is_async=True)
+        if not p.SPLIT:
+            # no room for a tile in shared memory; the additions run under the matmuls of dv and dk
+            head = told(p, turn, BATCH, p.WARPS) * p.heads + told(p, turn, KV_HEAD, p.WARPS) * p.group + member
+            row = (head * p.row_tiles + told(p, turn, FIRST_TILE, p.WARPS) + i) * BM
+            add_fragments(p.acc_ptr, row, warpgroup_mma_wait(2, deps=[dq_token]))
+        dv = warpgroup_mma_wait(1, deps=[dv_token])
+        bar_arrive(p.DO_EMPTY + stage, BOTH)
+        dk = warpgroup_mma_wait(0, deps=[dk_token])
+        bar_arrive(Q_EMPTY + stage, BOTH)
+    elif p.SPLIT:
+        dv_token = warpgroup_mma(gl.convert_layout(at16, a_l, assert_trivial=True), do, dv, is_async=True)
+        dk_token = warpgroup_mma(gl.convert_layout(ds16, a_l, assert_trivial=True), q, dk, is_async=True)
+        dv = warpgroup_mma_wait(1, deps=[dv_token])
+        bar_arrive(p.DO_EMPTY + stage, BOTH)
+        dk = warpgroup_mma_wait(0, deps=[dk_token])
+        bar_arrive(Q_EMPTY + stage, BOTH)
+    else:
+        at16 = gl.convert_layout(at16, a_l, assert_trivial=True)
+        p.ds_s.store(ds16)
+        dv_token = warpgroup_mma(at16, do, dv, is_async=True)
+        fence_async_shared()
+        dq_token = warpgroup_mma(
+            p.ds_s.permute((1, 0)), p.k_s, gl.zeros([BM, BD], gl.float32, dq_l), use_acc=False, is_async=True
+        )
+        dv = warpgroup_mma_wait(1, deps=[dv_token])
+        bar_arrive(p.DO_EMPTY + stage, BOTH)
+        dk_token = warpgroup_mma(gl.convert_layout(ds16, a_l, assert_trivial=True), q, dk, is_async=True)
+        dq = warpgroup_mma_wait(1, deps=[dq_token])
+        mbarrier.wait(p.dq_empty.index(0), ((count + turn if p.EARLY else count) & 1) ^ 1)
+        p.dq_s.store(dq)
+        fence_async_shared()
+        bar_arrive(p.DQ_FULL, BOTH)
+        dk = warpgroup_mma_wait(0, deps=[dk_token])
+        bar_arrive(Q_EMPTY + stage, BOTH)
+    flushes = sums.flushes
+    if p.DBIAS and BIASED:
+        flushes += 1
+    return Sums(dk=dk, dv=dv, count=count + 1, flushes=flushes)
+
+
+@gluon.jit
+def row_loop(
+    p,
+    turn,
+    sums,
+    member,
+    limit,
+    FIRST: gl.constexpr,
+    LAST: gl.constexpr,
+    MASK: gl.constexpr = PLAIN,
+    BIASED: gl.constexpr = False,
+):
+    """Row blocks between two of the published borders."""
+    for i in range(told(p, turn, FIRST, p.WARPS), told(p, turn, LAST, p.WARPS)):
+        sums = row_block(p, turn, sums, member, limit, i, MASK, BIASED)
+    return sums
+
+
+@gluon.jit
+def row_loops(p, turn, sums, member):
+    """All row blocks of one query head."""
+    limit = 0.0
+    if p.TAU:
+        limit = threshold(gl.load(p.tau_ptr + told(p, turn, KV_HEAD, p.WARPS) * p.group + member).to(gl.float32))
+    if p.WIDE:
+        # few scores a thread: masking all of them costs less than a second loop
+        EVERY: gl.constexpr = BOTH_ENDS if p.HAS_LEFT else FIRST_ROWS
+        sums = row_loop(p, turn, sums, member, limit, BEGIN, END, EVERY, p.BIAS)
+    else:
+        if p.HAS_LEFT:
+            sums = row_loop(p, turn, sums, member, limit, BEGIN, CAREFUL_END, BOTH_ENDS, p.BIAS)
+        sums = row_loop(p, turn, sums, member, limit, CAREFUL_END, PLAIN_BEGIN, FIRST_ROWS, p.BIAS)
+        if p.BIAS:
+            # rows before the table, rows that meet it
+            if not p.BAND_FIRST:
+                sums = row_loop(p, turn, sums, member, limit, PLAIN_BEGIN, BAND_BEGIN)
+            sums = row_loop(p, turn, sums, member, limit, BAND_BEGIN, BAND_END, PLAIN, True)
+        sums = row_loop(p, turn, sums, member, limit, BAND_END, PLAIN_END)
+        if p.HAS_LEFT:
+            sums = row_loop(p, turn, sums, member, limit, PLAIN_END, END, LAST_ROWS, p.BIAS)
+    return sums
