@@ -9,28 +9,32 @@ from pathlib import Path
 
 TERMS = ["bias", "lazy", "sink", "softcap", "gate"]
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "nvidia-h200"
+WIDE = Path(__file__).parent / "data" / "wide-terms-h200.jsonl"
 LENGTHS = (2048, 4096, 8192, 16384)
 # what, contender, peer, head dimensions
 LINES = (
     ("`hopper` / FlashAttention-3", "backlight", "fa3", (64, 128)),
     ("`hopper` / FlashAttention-3", "backlight", "fa3", (256,)),
-    ("`hopper` / cuDNN", "backlight", "sdpa-cudnn", (64, 128, 256)),
+    ("`hopper` / cuDNN", "backlight", "sdpa-cudnn", (64, 128)),
+    ("`hopper` / cuDNN", "backlight", "sdpa-cudnn", (256,)),
     ("`hopper` / FlashAttention-2", "backlight", "sdpa-flash", (64, 128)),
     ("`triton` / FlexAttention", "backlight:triton", "flex", (64, 128)),
     ("`triton` / FlexAttention", "backlight:triton", "flex", (256,)),
 )
 
 
-def record_of(*contenders: str) -> Path:
-    """The newest record of `plain` in which all of them were timed."""
+def record_of(contenders: tuple[str, ...], dims: tuple[int, ...]) -> Path:
+    """The newest record of `plain` in which all of them were timed up to the longest sequences of these head dimensions."""
+    wanted = {(f"plain,d={d},s={LENGTHS[-1]},full/bf16", name) for d in dims for name in contenders}
     for path in sorted(RESULTS.glob("plain-*.json"), reverse=True):
-        if set(contenders) <= {row["contender"] for row in json.loads(path.read_text())["rows"] if row["status"] == "ok"}:
+        rows = json.loads(path.read_text())["rows"]
+        if wanted <= {(row["case"], row["contender"]) for row in rows if row["status"] == "ok"}:
             return path
-    raise FileNotFoundError(f"no record of {contenders}")
+    raise FileNotFoundError(f"no record of {contenders} at D = {dims}")
 
 
 def records() -> list[Path]:
-    return sorted({record_of(contender, peer) for _, contender, peer, _ in LINES})
+    return sorted({record_of((contender, peer), dims) for _, contender, peer, dims in LINES})
 
 
 def ratios(data: dict, contender: str, peer: str, dims: tuple[int, ...], phase: str) -> list[float]:
@@ -46,7 +50,7 @@ def ratios(data: dict, contender: str, peer: str, dims: tuple[int, ...], phase: 
 def table() -> str:
     lines = ["| speed ratio, S 2k to 16k, causal and full | D | forward | backward |", "|---|---|---|---|"]
     for what, contender, peer, dims in LINES:
-        data, cells = json.loads(record_of(contender, peer).read_text()), []
+        data, cells = json.loads(record_of((contender, peer), dims).read_text()), []
         for phase in ("forward", "backward"):
             found = ratios(data, contender, peer, dims, phase)
             mean = math.exp(sum(map(math.log, found)) / len(found))
@@ -56,9 +60,12 @@ def table() -> str:
 
 
 def cells_table() -> str:
-    """Every cell of the newest `plain` record that has FA3 and cuDNN: TFLOP/s of `hopper`, and ratios of speeds."""
-    data = json.loads(record_of("backlight", "fa3", "sdpa-cudnn").read_text())
-    speeds = {(row["case"], row["contender"]): row["tflops"] for row in data["rows"] if row["status"] == "ok"}
+    """Every cell of the newest `plain` records that have FA3 and cuDNN: TFLOP/s of `hopper`, and ratios of speeds."""
+    speeds = {}
+    for dims in ((64, 128), (256,)):
+        for row in json.loads(record_of(("backlight", "fa3", "sdpa-cudnn"), dims).read_text())["rows"]:
+            if row["status"] == "ok" and any(f"d={d}," in row["case"] for d in dims):
+                speeds[row["case"], row["contender"]] = row["tflops"]
     lines = ["| D | S | mask | forward | / FA3 | / cuDNN | backward | / FA3 | / cuDNN |", "|---" * 9 + "|"]
     for case, name in speeds:
         place = re.match(r"plain,d=(\d+),s=(\d+),(\w+)", case)
@@ -108,6 +115,19 @@ def terms_table() -> str:
     return "\n".join(lines)
 
 
+def wide_table() -> str:
+    """Learned terms with heads wider than 128 beside `triton`: forward and backward in ms."""
+    ms: dict[tuple[str, str], dict[str, float]] = {}
+    for line in WIDE.read_text().splitlines():
+        row = json.loads(line)
+        ms.setdefault((f"{row['d']}, {row['dv']}", row["name"]), {})[row["who"]] = row["fwd"] + row["bwd"]
+    lines = ["| ms, forward + backward | D, Dv | `hopper` | over plain | `triton` takes |", "|---|---|---|---|---|"]
+    for (dims, name), found in ms.items():
+        over = "" if name == "plain" else f"{found['hopper'] / ms[dims, 'plain']['hopper']:.2f}"
+        lines.append(f"| {name} | {dims} | {found['hopper']:.2f} | {over} | {found['triton'] / found['hopper']:.2f}x |")
+    return "\n".join(lines)
+
+
 def terms_record() -> Path:
     return sorted(RESULTS.glob("terms-*.json"))[-1]
 
@@ -119,7 +139,7 @@ def flex_bias() -> str:
         if "times" in rows.get("flex", {}):
             ratio = rows["flex"]["times"]["both"]["median_ms"] / rows["backlight"]["times"]["both"]["median_ms"]
             backend = rows["backlight"]["detail"].split(",")[0]
-            return f"{ratio:.0f} times as long as `{backend}` ([an earlier record](benchmarks/results/nvidia-h200/{path.name}))"
+            return f"{ratio:.0f} times as long as `{backend}` ([record](benchmarks/results/nvidia-h200/{path.name}))"
     raise FileNotFoundError("no record of FlexAttention with a bias")
 
 

@@ -23,7 +23,7 @@ from backlight.spec import AttentionSpec
 ALLOWED_SPILLS = {
     ("_bwd_apart_kernel", 64): 140,
     ("_bwd_kernel", 64): 200,
-    ("_bwd_kernel", 128): 8,
+    ("_bwd_kernel", 128): 12,
     ("_bwd_kernel", 256): 60,
     ("_dq_kernel", 256): 400,
     ("_fwd_kernel", 256): 100,
