@@ -375,6 +375,7 @@ def warpgroup_mma_wait(num_outstanding: int = 0, deps: Any = ()) -> Any:
 _PTX = {
     "abs.f32": np.abs,
     "add.f32": np.add,
+    "add.rn.f32": np.add,
     "copysign.f32": lambda sign, value: np.copysign(value, sign),
     "div.full.f32": np.divide,
     "ex2.approx.ftz.f32": np.exp2,
@@ -445,6 +446,7 @@ class language:
     reshape = staticmethod(lambda x, shape: tensor(np.asarray(x).reshape(shape)))
     permute = staticmethod(lambda x, order: tensor(np.asarray(x).transpose(order)))
     split = staticmethod(lambda x: (tensor(np.asarray(x)[..., 0]), tensor(np.asarray(x)[..., 1])))
+    join = staticmethod(lambda a, b: tensor(np.stack([np.asarray(a), np.asarray(b)], -1)))
     convert_layout = staticmethod(lambda x, layout, assert_trivial=False: x)
     arange = staticmethod(lambda a, b, layout=None: tensor(np.arange(a, b, dtype=np.int32)))
     cdiv = staticmethod(lambda a, b: -(-a // b))
@@ -570,6 +572,7 @@ REPLACED = {
     "bar_sync": bar_sync,
     "end_block": lambda *args: None,
     "afresh": lambda number: number,
+    "anew": lambda tile, count: tile,
     "bar_arrive": bar_arrive,
 }
 

@@ -64,9 +64,9 @@ MUTANTS = {
     "k and v released too soon": ("p.kv_empty.index((visits & 1) ^ 1)", "p.kv_empty.index(visits & 1)"),
     "dp in flight": ("dp = warpgroup_mma_wait(0, deps=[dp_token])", "dp = warpgroup_mma_wait(1, deps=[dp_token])"),
     "first block": ("    bar_arrive(DS_FULL + W * 2 + 1, PAIR)\n", ""),
-    "mask": ("seen = from_on(first - i * p.BM, columns)", "seen = from_on(first - i * p.BM + 1, columns)"),
+    "mask": ("seen = fixed >= gl.expand_dims(first, 1) - thread", "seen = fixed > gl.expand_dims(first, 1) - thread"),
     "ragged keys": ("    elif ragged:\n        plain_begin = end\n", "    elif ragged:\n"),
-    "a tile twice": (".to(gl.int32) + gl.num_programs(0)", ".to(gl.int32)"),
+    "a tile twice": (".to(gl.int32) + p.dynamic", ".to(gl.int32)"),
     "never published": ("    mbarrier.arrive(p.tile_full.index(turn & 1), count=1)\n", ""),
 }
 
@@ -99,8 +99,8 @@ def test_when_it_is_used() -> None:
     assert config(sink=True).apart
 
 
-@pytest.mark.parametrize(("mask", "spills"), [("full", 120), ("causal", 120), ("window", 140)])
-def test_compiled(mask: str, spills: int) -> None:
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_compiled(mask: str) -> None:
     q, k = torch.zeros(1, 4, 512, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 512, 64, dtype=torch.bfloat16)
     call = Call(AttentionSpec(causal=mask != "full", window=(200, 0) if mask == "window" else (None, None)), q, k, k)
     with compiled(apart, backward, dq, prepass) as reports:
@@ -108,7 +108,7 @@ def test_compiled(mask: str, spills: int) -> None:
     main = next(report for report in reports if report.kernel == "_bwd_apart_kernel")
     assert not main.warnings, str(main)
     assert main.shared <= SHARED_MEMORY, str(main)
-    assert main.spills <= spills, str(main)
+    assert main.spills <= 16, str(main)
     assert main.registers == 168, str(main)
     if main.sass:
         for opcode in ("HGMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "USETMAXREG"):

@@ -147,7 +147,7 @@ def test_gate_strides(awkward: str) -> None:
 @pytest.mark.parametrize(
     ("module", "old", "new"),
     [
-        (dbias, "total = total + far[c + 1]", "pass"),
+        (dbias, "total = sum_of(total, far[c + 1])", "pass"),
         (dbias, "    tma_reduce_add(p.diagonals_desc, [plane + 1, row >> 1, 0], box)\n", ""),
         (dbias, "slot = offset & (p.SLOTS - 1)", "slot = offset * 0"),
         (rowblock, "-INF if p.TAU else 0.0", "0.0"),

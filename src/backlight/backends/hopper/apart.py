@@ -136,6 +136,7 @@ class Apart:
     Q_EMPTY: gl.constexpr
     DO_EMPTY: gl.constexpr
     WARPS: gl.constexpr
+    WIDE: gl.constexpr
     BIAS: gl.constexpr
     TAU: gl.constexpr
     HAS_LEFT: gl.constexpr
@@ -177,7 +178,7 @@ def loader(p):
                 load_rows(p, t, member, i, count)
                 count += 1
         turn += 1
-        number = drawn(p, number)
+        number = drawn(p)
     publish_end(p, turn)
     meet_arrivals(p, count)
 
@@ -325,7 +326,9 @@ def gradients(p, W: gl.constexpr):
     count = p.sq * 0
     before = count
     turn = count
-    number = published(p, turn, p.WARPS)
+    published(p, turn, p.WARPS)
+    # every CTA has a tile: a loop that might not be entered keeps registers for what follows it
+    number = turn
     # there is no block before the first: its dq is made of anything and goes nowhere
     bar_arrive(DS_FULL + W * 2 + 1, PAIR)
     while number >= 0:
@@ -464,6 +467,7 @@ def _bwd_apart_kernel(
         Q_EMPTY=Q_EMPTY,
         DO_EMPTY=DO_EMPTY,
         WARPS=4,
+        WIDE=False,
         BIAS=False,
         TAU=False,
         HAS_LEFT=HAS_LEFT,
@@ -504,7 +508,7 @@ def apart_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor) -> None:
             cu_tiles,
             first_tiles,
             delta,
-            int(programs < n_tiles),
+            programs if programs < n_tiles else 0,
             delta.numel() - 64,
             n_segments,
             n_tiles,

@@ -171,7 +171,8 @@ def loader(p):
     count = p.sq * 0
     turn = count
     number = gl.program_id(0)
-    while number < p.n_tiles:
+    going = turn == 0
+    while going:
         t = key_tile(p, number)
         publish(p, turn, number, turn, t)
         load_keys(p, t, turn)
@@ -180,7 +181,8 @@ def loader(p):
                 load_rows(p, t, member, i, count)
                 count += 1
         turn += 1
-        number = drawn(p, number)
+        number = drawn(p)
+        going = number < p.n_tiles
     publish_end(p, turn)
     bar_sync(KV_EMPTY, p.KV_THREADS)
     meet_arrivals(p, count)
@@ -238,7 +240,9 @@ def gradients(p):
     count = p.sq * 0
     flushes = count
     turn = count
-    number = published(p, turn, p.WARPS)
+    published(p, turn, p.WARPS)
+    # every CTA has a tile: a loop that might not be entered keeps registers for what follows it
+    number = turn
     while number >= 0:
         dk = gl.zeros([BN, BD], gl.float32, tile_layout(p.WIDE, BD))
         dv = gl.zeros([BN, BDV], gl.float32, tile_layout(p.WIDE, BDV))
@@ -516,7 +520,7 @@ def _dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, diagonals: Diagon
             cu_tiles,
             first_tiles,
             delta,
-            int(programs < n_tiles),
+            programs if programs < n_tiles else 0,
             delta.numel() - 64,
             n_segments,
             n_tiles,

@@ -112,14 +112,14 @@ def elastic_heuristic(call: Call) -> ForwardConfig:
     width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
     trust = trusts(call)
     if width > 128:
-        # wide q and k leave no shared memory for more keys
+        # wide q and k leave no shared memory for more stages
         return ForwardConfig(64, 2)
-    if call.spec.softcap is not None:
-        # a capped half block waits for the products of the other half: more registers each, or fewer scores
-        # wide heads have no registers left for keeping the first maximum as well
-        return ForwardConfig(128, 2, trust=trust) if width <= 64 else ForwardConfig(64, 2)
-    short = call.spec.masked and rows_of(call) <= SHORT
-    return ForwardConfig(128, 3 if width <= 64 and not short else 2, trust=trust)
+    if width > 64:
+        return ForwardConfig(64, 2, stages=4, trust=trust)
+    # squares of scores need registers
+    if call.spec.softcap is not None or (call.spec.masked and rows_of(call) <= SHORT):
+        return ForwardConfig(64, 2, stages=4, trust=trust)
+    return ForwardConfig(64, 3, stages=4, trust=trust)
 
 
 def share_q_and_o(config: ForwardConfig, bd: int, bdv: int) -> bool:

@@ -185,7 +185,7 @@ def plain_consumer(p, W: gl.constexpr):
         rows = Rows(o, as_weights(p32, o, dtype), row_max, row_sum, rescale)
         count += 1
         mbarrier.wait(p.k_full.index(stage_of(count, ST)), phase_of(count, ST), pred=view.end - view.begin > 1)
-        near = nearest(p, view, ticket < 0)
+        near = nearest(p, view, ticket < 0, not p.TRUST_BIAS)
         for j in range(view.end - 1 - view.begin):
             rows = advance(p, q, view, rows, count, view.end - 2 - j, near, W)
             count += 1

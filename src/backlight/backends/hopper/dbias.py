@@ -56,6 +56,24 @@ def parts_of(x, C: gl.constexpr):
 
 
 @gluon.jit
+def whole_of(parts, C: gl.constexpr):
+    """The inverse of `parts_of`."""
+    for level in gl.static_range(log2_of(C)):
+        coarser = ()
+        for i in gl.static_range(C >> (level + 1)):
+            both = gl.permute(gl.join(parts[2 * i], parts[2 * i + 1]), (0, 1, 2, 4, 3))
+            coarser = coarser + (gl.reshape(both, [GROUPS, 8, 8, 2 << level]),)  # noqa: RUF005
+        parts = coarser
+    return parts[0]
+
+
+@gluon.jit
+def sum_of(a, b):
+    """a + b, not fused with the product that made b: its factors would have to wait in registers as long as it does."""
+    return gl.inline_asm_elementwise("add.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def leave_diagonals(p, ds, flushes, THREADS: gl.constexpr):
     """Put the sums of a tile ds [128 keys, BM rows] where `add_diagonals` finds them."""
     C: gl.constexpr = ds.shape[1] // 8
@@ -64,11 +82,16 @@ def leave_diagonals(p, ds, flushes, THREADS: gl.constexpr):
     near = parts_of(near, C)
     far = parts_of(far, C)
     mbarrier.wait(p.diagonals_empty.index(0), (flushes & 1) ^ 1)
+    totals = ()
     for c in gl.static_range(C):
         total = near[c]
         if c + 1 < C:
-            total = total + far[c + 1]
-        p.diagonals_s.index(c).store(gl.reshape(total, [GROUPS, CELLS]))
+            total = sum_of(total, far[c + 1])
+        totals = totals + (total,)  # noqa: RUF005 (unpacking is no syntax of the kernel language)
+    # one store: between two of them the compiler puts a barrier of all warps
+    rows_l: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    rows = smem_reinterpret(p.diagonals_s, gl.float32, [C * GROUPS, CELLS], rows_l)
+    rows.store(gl.reshape(gl.permute(whole_of(totals, C), (3, 0, 1, 2)), [C * GROUPS, CELLS]))
     p.edge_s.store(gl.reshape(far[0], [GROUPS, CELLS]))
     fence_async_shared()
     bar_arrive(p.DQ_FULL + 1, THREADS)

@@ -3,9 +3,9 @@
   normaliser   S = Q K^T, online softmax without P V: lse
   output       S again, A = relu(P + tau / n) and survivors M from registers into O += A V and U += M V; nothing is rescaled
 
-One warpgroup's chain is serial; its arithmetic runs under the matmuls of the others, and in the output sweep the right half of
-a block under the two products of the left half. Registers: S, O and U fp32, A and M 16 bit. Dead tiles are not skipped: the
-test would need all four warps of a warpgroup to meet at every block.
+The normaliser's chain is serial; its arithmetic runs under the matmuls of the other warpgroups. In the output sweep the weights
+of a block are made under the products of the block before. Registers: S, O and U fp32, A and M 16 bit. Dead tiles are not
+skipped: the test would need all four warps of a warpgroup to meet at every block.
 """
 
 from triton.experimental import gluon
@@ -71,13 +71,27 @@ class Weighing:
 
 
 @gluon.jit
-def pass_by(full, EMPTY: gl.constexpr, n, count, ST: gl.constexpr, EVERYBODY: gl.constexpr):
-    """Release n tiles of a ring that this warpgroup has no use for."""
+def pass_by(full, EMPTY: gl.constexpr, count, p):
+    """Release a tile of a ring that this warpgroup has no use for."""
+    mbarrier.wait(full.index(stage_of(count, p.ST)), phase_of(count, p.ST))
+    bar_arrive(EMPTY + stage_of(count, p.ST), p.EVERYBODY)
+    return count + 1
+
+
+@gluon.jit
+def pass_keys(p, n, k_count):
     for _ in range(n):
-        mbarrier.wait(full.index(stage_of(count, ST)), phase_of(count, ST))
-        bar_arrive(EMPTY + stage_of(count, ST), EVERYBODY)
-        count += 1
-    return count
+        k_count = pass_by(p.k_full, K_EMPTY, k_count, p)
+    return k_count
+
+
+@gluon.jit
+def pass_both(p, n, k_count, v_count):
+    """K and V in turns, as they come."""
+    for _ in range(n):
+        k_count = pass_by(p.k_full, K_EMPTY, k_count, p)
+        v_count = pass_by(p.v_full, p.V_EMPTY, v_count, p)
+    return k_count, v_count
 
 
 @gluon.jit
@@ -91,66 +105,85 @@ def take_scores(p, q, count, s_l: gl.constexpr):
     return s
 
 
-@gluon.jit
-def add_block(p, q, view, weighing, o, u, block, k_count, v_count, PLAIN: gl.constexpr):
-    """O and U with one block more. PLAIN: no mask, no bias."""
-    s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, p.BN, 16])
-    s = take_scores(p, q, k_count, s_l)
-    s = scored(p, s, cap_of(p, s))
-    if not PLAIN:
-        s = with_bias(p, view, s, block)
-    left, right = halves(s)
-    stage = stage_of(v_count, p.ST)
-    mbarrier.wait(p.v_full.index(stage), phase_of(v_count, p.ST))
-    o, u = add_half(p, view, weighing, o, u, left, stage, block, 0, PLAIN)
-    o, u = add_half(p, view, weighing, o, u, right, stage, block, 1, PLAIN)
-    if p.SAVE_U:
-        o, u = warpgroup_mma_wait(0, deps=[o, u])
-    else:
-        o = warpgroup_mma_wait(0, deps=[o])
-    bar_arrive(p.V_EMPTY + stage, p.EVERYBODY)
-    return o, u
+@arguments
+class Output:
+    """O and U, and what the block before adds to them: its A and M, operands of matmuls to come."""
+
+    o: gl.tensor
+    u: gl.tensor
+    a: gl.tensor
+    m: gl.tensor
 
 
 @gluon.jit
-def halves(s):
-    """[rows, n] as two tiles [rows, n / 2], left and right: registers only."""
-    R: gl.constexpr = s.shape[0]
-    HALF: gl.constexpr = s.shape[1] // 2
-    half_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    left, right = gl.split(gl.permute(gl.reshape(s, [R, 2, HALF]), (0, 2, 1)))
-    return gl.convert_layout(left, half_l, assert_trivial=True), gl.convert_layout(right, half_l, assert_trivial=True)
-
-
-@gluon.jit
-def add_half(p, view, weighing, o, u, s, stage, block, SIDE: gl.constexpr, PLAIN: gl.constexpr):
-    """O and U with one half of a block; the products are left in flight."""
-    HALF: gl.constexpr = s.shape[1]
+def weighed(p, view, weighing, s, block, near):
+    """Shifted weights of a block's products, -inf where a key is hidden."""
     row_l: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-    dtype: gl.constexpr = p.q_desc.dtype
+    s = scored(p, s, cap_of(p, s))
     share = gl.expand_dims(gl.convert_layout(weighing.share, row_l, assert_trivial=True), 1)
     lse2 = gl.expand_dims(gl.convert_layout(weighing.lse2, row_l, assert_trivial=True), 1)
+    if block >= near:
+        s = with_bias(p, view, s, block)
     weight = gl.exp2(s * p.unit_log2 - lse2) + share
-    if (p.HAS_LEFT or p.HAS_RIGHT or not p.EVEN) and not PLAIN:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
+    if p.HAS_LEFT or p.HAS_RIGHT or not p.EVEN:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
         if (block >= view.plain_end) | (block < view.plain_begin):
             position = view.i0 + view.sk - view.sq + gl.arange(0, WM, row_l)
             if not p.SINK:
                 # the only key of its row has p = 1 exactly, and sits on the kink when tau = -1
                 alone = visible_count(position, view.sk, p.left, p.right, p.HAS_LEFT, p.HAS_RIGHT) == 1
                 weight = gl.where(gl.expand_dims(alone, 1), 1.0 + share, weight)
-            weight = gl.where(seen_in(p, s, position, 2 * block + SIDE, view.sk), weight, -INF)
-    v = p.v_s.index(stage).slice(SIDE * HALF, HALF, 0)
-    o_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.v_s.shape[2], 16])
+            weight = gl.where(seen_in(p, s, position, block, view.sk), weight, -INF)
+    return weight
+
+
+@gluon.jit
+def operands(p, weighing, weight, o_l: gl.constexpr):
+    """A and M of shifted weights, as register operands of the products with V."""
+    dtype: gl.constexpr = p.q_desc.dtype
     a_l: gl.constexpr = gl.DotOperandLayout(0, o_l, 2)
-    a = weights16(weight, dtype)
-    o = warpgroup_mma(gl.convert_layout(a, a_l, assert_trivial=True), v, o, is_async=True)
+    a = gl.convert_layout(weights16(weight, dtype), a_l, assert_trivial=True)
+    m = a
     if p.SAVE_U:
-        if PLAIN and dtype == gl.bfloat16:
+        if dtype == gl.bfloat16 and not (p.HAS_LEFT or p.HAS_RIGHT) and p.EVEN:
             m = survivors_of(a, weighing.bar)
         else:
-            m = survivors(weight, weighing.bar, dtype)
-        u = warpgroup_mma(gl.convert_layout(m, a_l, assert_trivial=True), v, u, is_async=True)
+            m = gl.convert_layout(survivors(weight, weighing.bar, dtype), a_l, assert_trivial=True)
+    return a, m
+
+
+@gluon.jit
+def add_products(p, rows, stage):
+    """O += A V and U += M V, in flight."""
+    v = p.v_s.index(stage)
+    o = warpgroup_mma(rows.a, v, rows.o, is_async=True)
+    u = rows.u
+    if p.SAVE_U:
+        u = warpgroup_mma(rows.m, v, rows.u, is_async=True)
     return o, u
+
+
+@gluon.jit
+def advance(p, q, view, weighing, rows, k_count, v_count, block, near):
+    """S of a block, the products of the one before it, then the weights of this block under those."""
+    s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, p.BN, 16])
+    stage = stage_of(k_count, p.ST)
+    previous = stage_of(v_count - 1, p.ST)
+    s_token = mma_over_columns(q, p.k_s.index(stage), gl.zeros([WM, p.BN], gl.float32, s_l), p.D)
+    mbarrier.wait(p.v_full.index(previous), phase_of(v_count - 1, p.ST))
+    o, u = add_products(p, rows, previous)
+    s = warpgroup_mma_wait(2 if p.SAVE_U else 1, deps=[s_token])
+    bar_arrive(K_EMPTY + stage, p.EVERYBODY)
+    weight = weighed(p, view, weighing, s, block, near)
+    # ends the basic block: ptxas would move the wait for the products above the weights
+    mbarrier.wait(p.k_full.index(stage_of(k_count + 1, p.ST)), phase_of(k_count + 1, p.ST), pred=block > view.begin)
+    if p.SAVE_U:
+        o, u, weight = warpgroup_mma_wait(0, deps=[o, u, weight])
+    else:
+        o, weight = warpgroup_mma_wait(0, deps=[o, weight])
+    bar_arrive(p.V_EMPTY + previous, p.EVERYBODY)
+    o_l: gl.constexpr = rows.o.type.layout
+    a, m = operands(p, weighing, weight, o_l)
+    return Output(o, u, a, m)
 
 
 @gluon.jit
@@ -178,9 +211,10 @@ def elastic_consumer(p, W: gl.constexpr):
 
         row_max, row_sum = first_sums(p, head, s_l)
         if p.HAS_RIGHT:
-            k_count = pass_by(p.k_full, K_EMPTY, view.tile_end - view.end, k_count, ST, p.EVERYBODY)
-        near = nearest(p, view, ticket < 0)
-        for j in range(view.end - near):
+            k_count = pass_keys(p, view.tile_end - view.end, k_count)
+        near = nearest(p, view, ticket < 0, True)
+        band = nearest(p, view, ticket < 0, not p.TRUST_BIAS)
+        for j in range(view.end - band):
             block = view.end - 1 - j
             s = take_scores(p, q, k_count, s_l)
             k_count += 1
@@ -189,6 +223,11 @@ def elastic_consumer(p, W: gl.constexpr):
                 if (block >= view.plain_end) | (block < view.plain_begin):
                     s = hide(p, s, view.position, block, view.sk)
             _p, row_max, row_sum, _rescale = softmax_step(s, row_max, row_sum, p.unit_log2, MASKED)
+        if p.TRUST_BIAS:
+            for j in range(band - near):
+                s = take_scores(p, q, k_count, s_l)
+                k_count += 1
+                _p, row_sum = trusting(p, with_bias(p, view, s, band - 1 - j), s, row_max, row_sum)
         if p.FAR:
             for _ in range(near - view.begin):
                 s = take_scores(p, q, k_count, s_l)
@@ -199,7 +238,7 @@ def elastic_consumer(p, W: gl.constexpr):
                 else:
                     _p, row_max, row_sum, _rescale = softmax_step(scored(p, s, y), row_max, row_sum, p.unit_log2, False)
         if p.HAS_LEFT:
-            k_count = pass_by(p.k_full, K_EMPTY, view.begin - view.tile_begin, k_count, ST, p.EVERYBODY)
+            k_count = pass_keys(p, view.begin - view.tile_begin, k_count)
         total = gl.convert_layout(gl.sum(row_sum, 1), row_l, assert_trivial=True)
         lse = gl.where(total == 0.0, -INF, lse_of(p, row_max, total))
         # read again: registers are short in the loops
@@ -214,22 +253,28 @@ def elastic_consumer(p, W: gl.constexpr):
         tau = gl.load(p.tau_ptr + head % p.heads).to(gl.float32)
         n = visible_count(view.position, view.sk, p.left, p.right, p.HAS_LEFT, p.HAS_RIGHT)
         weighing = Weighing(lse2, tau / gl.maximum(n, 1).to(gl.float32), threshold(tau))
-        o = gl.zeros([WM, BDV], gl.float32, o_l)
-        u = gl.zeros([WM, BDV], gl.float32, o_l)
         if p.HAS_RIGHT:
-            k_count = pass_by(p.k_full, K_EMPTY, view.tile_end - view.end, k_count, ST, p.EVERYBODY)
-            v_count = pass_by(p.v_full, p.V_EMPTY, view.tile_end - view.end, v_count, ST, p.EVERYBODY)
-        near = nearest(p, view, ticket_of(p, turn & 3) < 0)
-        for j in range(view.end - near):
-            o, u = add_block(p, q, view, weighing, o, u, view.end - 1 - j, k_count, v_count, False)
+            k_count, v_count = pass_both(p, view.tile_end - view.end, k_count, v_count)
+        near = nearest(p, view, ticket_of(p, turn & 3) < 0, True)
+        s = take_scores(p, q, k_count, s_l)
+        k_count += 1
+        v_count += 1
+        a, m = operands(p, weighing, weighed(p, view, weighing, s, view.end - 1, near), o_l)
+        rows = Output(gl.zeros([WM, BDV], gl.float32, o_l), gl.zeros([WM, BDV], gl.float32, o_l), a, m)
+        mbarrier.wait(p.k_full.index(stage_of(k_count, ST)), phase_of(k_count, ST), pred=view.end - view.begin > 1)
+        for j in range(view.end - 1 - view.begin):
+            rows = advance(p, q, view, weighing, rows, k_count, v_count, view.end - 2 - j, near)
             k_count += 1
             v_count += 1
-        if p.FAR:
-            for j in range(near - view.begin):
-                o, u = add_block(p, q, view, weighing, o, u, near - 1 - j, k_count, v_count, True)
-                k_count += 1
-                v_count += 1
         mbarrier.arrive(p.q_empty.index(q_buffer(p, turn, W)), count=1)
+        last = stage_of(v_count - 1, ST)
+        mbarrier.wait(p.v_full.index(last), phase_of(v_count - 1, ST))
+        o, u = add_products(p, rows, last)
+        if p.SAVE_U:
+            o, u = warpgroup_mma_wait(0, deps=[o, u])
+        else:
+            o = warpgroup_mma_wait(0, deps=[o])
+        bar_arrive(p.V_EMPTY + last, p.EVERYBODY)
         head, i0, q_start, sq, sk = place_of(p, turn & 3, W)
         b = head // p.heads
         h = head % p.heads
@@ -252,8 +297,7 @@ def elastic_consumer(p, W: gl.constexpr):
             if p.SAVE_U:
                 store_tile(p.u_desc, b, h, q_start, sq, i0, p.u_s.index(W), p.VARLEN)
         if p.HAS_LEFT:
-            k_count = pass_by(p.k_full, K_EMPTY, view.begin - view.tile_begin, k_count, ST, p.EVERYBODY)
-            v_count = pass_by(p.v_full, p.V_EMPTY, view.begin - view.tile_begin, v_count, ST, p.EVERYBODY)
+            k_count, v_count = pass_both(p, view.begin - view.tile_begin, k_count, v_count)
         turn += 1
         mbarrier.wait(p.q_full.index(q_buffer(p, turn, W)), q_phase(p, turn))
         head = published(p, turn & 3, HEAD)

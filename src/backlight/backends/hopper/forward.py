@@ -268,7 +268,7 @@ def _fwd_kernel(
         PINGPONG=PINGPONG,
         SHARE_QO=SHARE_QO,
         QB=QB,
-        TRUST_BIAS=TRUST and table_ptr is not None and cap_factor is None and tau_ptr is None,
+        TRUST_BIAS=TRUST and table_ptr is not None and cap_factor is None,
         FAR=not HAS_LEFT,
         TRUST=TRUST,
         SOFTCAP=cap_factor is not None,

@@ -14,15 +14,13 @@ from backlight.backends.hopper.compat import arguments, tma_load
 from backlight.backends.hopper.config import BackwardConfig
 from backlight.backends.hopper.launch import multiprocessors
 from backlight.backends.hopper.primitives import (
+    NOWHERE,
+    afresh,
     bar_sync,
-    before,
-    between,
     clamp,
-    from_on,
     load_tile,
     locate,
     row_blocks,
-    row_limits,
     stage_of,
 )
 from backlight.backends.hopper.terms import row_band
@@ -35,8 +33,8 @@ LAST_ROWS = gl.constexpr(2)
 BOTH_ENDS = gl.constexpr(3)
 # who comes to a stage's named barrier: two warpgroups and the loader
 EVERYBODY = gl.constexpr(256 + 32)
-# what is published of a tile, in this order; a number below 0 ends the work
-SLOT = gl.constexpr(16)
+# what is published of a tile; a number below 0 ends the work
+SLOT = gl.constexpr(32)
 NUMBER = gl.constexpr(0)
 VISIT = gl.constexpr(1)
 BATCH = gl.constexpr(2)
@@ -53,6 +51,10 @@ BAND_BEGIN = gl.constexpr(12)
 BAND_END = gl.constexpr(13)
 PLAIN_END = gl.constexpr(14)
 END = gl.constexpr(15)
+# the rows [first, end) that see key j0, and how many keys there are from j0 on
+FIRST_ROW = gl.constexpr(16)
+END_ROW = gl.constexpr(17)
+KEYS = gl.constexpr(18)
 
 
 @arguments
@@ -81,12 +83,15 @@ class KeyTile:
 
 
 @gluon.jit
-def drawn(p, number):
-    """The number that this program takes after `number`; n_tiles or more when nothing is left."""
-    following = number + gl.num_programs(0)
+def drawn(p):
+    """The number that this program takes next; n_tiles or more when nothing is left.
+
+    `dynamic`: how many programs share the counter, 0 where each has one tile.
+    """
+    number = p.n_tiles
     if p.dynamic != 0:
-        following = gl.atomic_add(p.counter_ptr + p.counter, 1.0).to(gl.int32) + gl.num_programs(0)
-    return following
+        number = gl.atomic_add(p.counter_ptr + afresh(p.counter), 1.0).to(gl.int32) + p.dynamic
+    return number
 
 
 @gluon.jit
@@ -122,6 +127,9 @@ def publish(p, turn, number, visit, t):
     tell(p, turn, BAND_END, t.band_end)
     tell(p, turn, PLAIN_END, t.plain_end)
     tell(p, turn, END, t.end)
+    tell(p, turn, FIRST_ROW, t.j0 - p.right - (t.sk - t.sq))
+    tell(p, turn, END_ROW, t.j0 + p.left - (t.sk - t.sq) + 1)
+    tell(p, turn, KEYS, t.sk - t.j0)
     mbarrier.arrive(p.tile_full.index(turn & 1), count=1)
 
 
@@ -226,19 +234,29 @@ def key_tile(p, number):
 
 @gluon.jit
 def seen_rows(p, turn, s, offset, i, MASK: gl.constexpr):
-    """Which rows of block i see the keys from j0 + offset on: a tile like s [keys, rows]."""
+    """Which rows of block i see the keys from j0 + offset on: a tile like s [keys, rows].
+
+    A thread's scores lie at rows r + 8 c + e (e: 0 or 1) of those that a warp holds. 8 c is an immediate operand of the
+    comparisons; under a window, which has two limits, 8 c + e: fewer registers.
+    """
     layout: gl.constexpr = s.type.layout
-    key = told(p, turn, J0, p.WARPS) + offset + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
-    columns = gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
-    sq = told(p, turn, SQ, p.WARPS)
-    sk = told(p, turn, SK, p.WARPS)
-    first, end = row_limits(key, sq, sk, p.left, p.right, p.HAS_LEFT, p.HAS_RIGHT)
-    if MASK == FIRST_ROWS:
-        seen = from_on(first - i * p.BM, columns)
-    elif MASK == LAST_ROWS:
-        seen = before(end - i * p.BM, columns)
-    else:
-        seen = between(first - i * p.BM, end - i * p.BM, columns)
+    HELD: gl.constexpr = p.BM // 2 if p.WIDE else p.BM
+    key = gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
+    row = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
+    fixed = row & (HELD - 7 if p.HAS_LEFT else HELD - 8)
+    thread = row - fixed
+    seen = fixed >= 0
+    if MASK != LAST_ROWS:
+        first = key * 0
+        if p.HAS_RIGHT:
+            first = key + (told(p, turn, FIRST_ROW, p.WARPS) + offset - i * p.BM)
+        if MASK == BOTH_ENDS or not p.HAS_LEFT:
+            # the tile may end beyond the last key
+            first = gl.where(key < told(p, turn, KEYS, p.WARPS) - offset, first, NOWHERE)
+        seen = fixed >= gl.expand_dims(first, 1) - thread
+    if MASK != FIRST_ROWS:
+        end = key + (told(p, turn, END_ROW, p.WARPS) + offset - i * p.BM)
+        seen = seen & (fixed < gl.expand_dims(end, 1) - thread)
     return seen
 
 

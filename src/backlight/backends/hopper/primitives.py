@@ -83,18 +83,6 @@ def key_limits(position, sk, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.
 
 
 @gluon.jit
-def row_limits(key, sq, sk, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
-    """Eq. 2 the other way round: the rows [first, end) that see `key`; none when the key does not exist."""
-    first = key * 0
-    end = first + sq
-    if HAS_RIGHT:
-        first = key - right - (sk - sq)
-    if HAS_LEFT:
-        end = key + left - (sk - sq) + 1
-    return gl.where(key < sk, first, NOWHERE), end
-
-
-@gluon.jit
 def between(first, end, columns):
     """first <= column < end as a tile [rows, columns].
 
@@ -110,12 +98,6 @@ def between(first, end, columns):
 def before(end, columns):
     """`between` without a first column."""
     return gl.expand_dims(columns // 8 * 8, 0) < gl.expand_dims(end, 1) - gl.expand_dims(columns % 8, 0)
-
-
-@gluon.jit
-def from_on(first, columns):
-    """`between` without an end."""
-    return gl.expand_dims(columns // 8 * 8, 0) >= gl.expand_dims(first, 1) - gl.expand_dims(columns % 8, 0)
 
 
 @gluon.jit
@@ -233,6 +215,16 @@ def mma_over_columns(a, b, acc, D: gl.constexpr, ONTO: gl.constexpr = False):
         right = b.slice(PIECES[i][0], PIECES[i][1], 1)
         acc = warpgroup_mma(left, right.permute((1, 0)), acc, use_acc=ONTO or i > 0, is_async=True)
     return acc
+
+
+@gluon.jit
+def anew(tile, count):
+    """A tile in shared memory whose place is worked out in every round `count`, which is below 2^30.
+
+    As a constant of the loop it would be held in registers, or spilled where those are short.
+    """
+    slots = smem_reinterpret(tile, tile.dtype, [1, tile.shape[0], tile.shape[1]], tile.layout)
+    return slots.index(count >> 30)
 
 
 # --- barriers ----------------------------------------------------------------------------------------------------------------

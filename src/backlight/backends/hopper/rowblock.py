@@ -36,6 +36,7 @@ from backlight.backends.hopper.keytiles import (
 )
 from backlight.backends.hopper.primitives import (
     INF,
+    anew,
     bar_arrive,
     end_block,
     mma_over_columns,
@@ -86,6 +87,40 @@ def weights(p, turn, s, lse, i, MASK: gl.constexpr):
 
 
 @gluon.jit
+def halves(tile):
+    """[keys, n] as two tiles [keys, n / 2], left and right: registers only."""
+    K: gl.constexpr = tile.shape[0]
+    HALF: gl.constexpr = tile.shape[1] // 2
+    half_l: gl.constexpr = tile_layout(False, HALF)
+    left, right = gl.split(gl.permute(gl.reshape(tile, [K, 2, HALF]), (0, 2, 1)))
+    return gl.convert_layout(left, half_l, assert_trivial=True), gl.convert_layout(right, half_l, assert_trivial=True)
+
+
+@gluon.jit
+def whole(left, right, layout: gl.constexpr):
+    """The inverse of `halves`."""
+    K: gl.constexpr = left.shape[0]
+    N: gl.constexpr = 2 * left.shape[1]
+    return gl.convert_layout(gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [K, N]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def elastic(p, pt, dp, stage, limit, FIRST: gl.constexpr, MASK: gl.constexpr):
+    """Weights (16 bits) and ds with tau of rows from FIRST on (eq. 10, 11).
+
+    The gradient of a key that did not survive stops at its weight, not at its p.
+    """
+    row_l: gl.constexpr = gl.SliceLayout(0, pt.type.layout)
+    ROWS: gl.constexpr = pt.shape[1]
+    at = pt + gl.expand_dims(p.share_s.index(stage).slice(FIRST, ROWS).load(row_l), 0)
+    at16 = weights16(at, p.q_desc.dtype)
+    dp = dp * above(at, limit)
+    if MASK != PLAIN:
+        pt = gl.maximum(pt, 0.0)
+    return at16, pt * (dp - gl.expand_dims(p.delta_s.index(stage).slice(FIRST, ROWS).load(row_l), 0))
+
+
+@gluon.jit
 def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.constexpr):
     """One row block: its dq goes out, dk and dv grow."""
     dk = sums.dk
@@ -106,6 +141,8 @@ def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.co
     phase = phase_of(count, ST)
     q = p.q_s.index(stage)
     do = p.do_s.index(stage)
+    k = anew(p.k_s, count)
+    v = anew(p.v_s, count)
 
     # scores grow on top of the bias, which then has no registers and no additions of its own; products over many columns would
     # wait for each other
@@ -114,12 +151,12 @@ def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.co
     if ON_TOP:
         bias = block_bias(p, turn, zero, member, i)
     mbarrier.wait(p.q_full.index(stage), phase)
-    s_token = mma_over_columns(p.k_s, q, bias, p.D, ON_TOP)
+    s_token = mma_over_columns(k, q, bias, p.D, ON_TOP)
     # row values are read late where registers are short
     if p.OVERLAP:
         lse = p.lse_s.index(stage).load(row_l)
     mbarrier.wait(p.do_full.index(stage), phase)
-    dp_token = mma_over_columns(p.v_s, do, zero, p.DV)
+    dp_token = mma_over_columns(v, do, zero, p.DV)
     s = warpgroup_mma_wait(PIECES, deps=[s_token])
     if not p.OVERLAP:
         lse = p.lse_s.index(stage).load(row_l)
@@ -137,23 +174,27 @@ def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.co
         dp, pt = warpgroup_mma_wait(0, deps=[dp_token, pt])
     else:
         dp = warpgroup_mma_wait(0, deps=[dp_token])
-    if p.TAU or not p.OVERLAP:
+    if not (p.TAU or p.OVERLAP):
         delta = p.delta_s.index(stage).load(row_l)
     if p.SOFTCAP:
         s = pt
         if BIASED:
             pt = s + block_bias(p, turn, zero, member, i)
         pt = weights(p, turn, pt, lse, i, MASK)
-    if p.TAU:
-        # eq. 10, 11: the gradient of a key that did not survive stops at its weight, not at its p
-        at = pt + gl.expand_dims(p.share_s.index(stage).load(row_l), 0)
-        at16 = weights16(at, dtype)
-        dp = dp * above(at, limit)
-        if MASK != PLAIN:
-            pt = gl.maximum(pt, 0.0)
+    if p.TAU and p.DBIAS and BIASED and BM == 128:
+        # one half after the other: together with the sums of ds, all that belongs to them does not fit into registers
+        pt_left, pt_right = halves(pt)
+        dp_left, dp_right = halves(dp)
+        at_right, ds_right = elastic(p, pt_right, dp_right, stage, limit, BM // 2, MASK)
+        end_block(count)
+        at_left, ds_left = elastic(p, pt_left, dp_left, stage, limit, 0, MASK)
+        at16 = whole(at_left, at_right, s_l)
+        ds = whole(ds_left, ds_right, s_l)
+    elif p.TAU:
+        at16, ds = elastic(p, pt, dp, stage, limit, 0, MASK)
     else:
         at16 = pt.to(dtype)
-    ds = pt * (dp - gl.expand_dims(delta, 0))
+        ds = pt * (dp - gl.expand_dims(delta, 0))
     if p.DBIAS and BIASED:
         leave_diagonals(p, ds, sums.flushes, BOTH)
     if p.SOFTCAP:
@@ -165,7 +206,7 @@ def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.co
         fence_async_shared()
         dq_token = gl.zeros([BM, BD], gl.float32, dq_l)
         if not p.SPLIT:
-            dq_token = warpgroup_mma(p.ds_s.permute((1, 0)), p.k_s, dq_token, use_acc=False, is_async=True)
+            dq_token = warpgroup_mma(p.ds_s.permute((1, 0)), k, dq_token, use_acc=False, is_async=True)
         dv_token = warpgroup_mma(p.p_s, do, dv, is_async=True)
         dk_token = warpgroup_mma(p.ds_s, q, dk, is_async=True)
         if not p.SPLIT:
@@ -189,9 +230,7 @@ def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.co
         p.ds_s.store(ds16)
         dv_token = warpgroup_mma(at16, do, dv, is_async=True)
         fence_async_shared()
-        dq_token = warpgroup_mma(
-            p.ds_s.permute((1, 0)), p.k_s, gl.zeros([BM, BD], gl.float32, dq_l), use_acc=False, is_async=True
-        )
+        dq_token = warpgroup_mma(p.ds_s.permute((1, 0)), k, gl.zeros([BM, BD], gl.float32, dq_l), use_acc=False, is_async=True)
         dv = warpgroup_mma_wait(1, deps=[dv_token])
         bar_arrive(p.DO_EMPTY + stage, BOTH)
         dk_token = warpgroup_mma(gl.convert_layout(ds16, a_l, assert_trivial=True), q, dk, is_async=True)

@@ -57,7 +57,8 @@ def table_of(call: Call) -> Tensor | None:
 # --- softcap -----------------------------------------------------------------------------------------------------------------
 
 
-# tanh(x) = x (1 + x^2 P(x^2)) up to a largest |x|: coefficients of P, relative error below 1.2e-7 (minimax)
+# tanh(x) = x (1 + x^2 P(x^2)) up to a largest |x|: coefficients of P, relative error below 1.3e-7 (minimax)
+TINY = 0.2, (-0.333296984, 0.130380273)
 SHORT = 0.4, (-0.333318823, 0.13277629, -0.0477942206)
 LONG = 1.0, (-0.333329868, 0.133264089, -0.0534987076, 0.0203597593, -0.0062593392, 0.00105826459)
 
@@ -120,14 +121,15 @@ def _cap_ptx(n: int, whole: bool) -> str:
             return [f"mul.f32 {outs[first + i]}, {xs[first + i]}, y{i};" for i in range(4)]
         return [f"mov.f32 {outs[first + i]}, y{i};" for i in range(4)]
 
-    def short() -> list[str]:
+    def short(coefficients: tuple[float, ...]) -> list[str]:
         """Coefficients of s^2, in which factor and unit are: one multiplication less for each value."""
-        out = ["mov.f32 power, w;"]
-        for i, c in enumerate(SHORT[1]):
+        out, last = ["mov.f32 power, w;"], len(coefficients) - 1
+        for i, c in enumerate(coefficients):
             out += ["mul.f32 power, power, square;", f"mul.f32 c{i}, power, {_bits(c)};"]
         for first in range(0, n, 4):
-            out += [f"fma.rn.f32 y{i}, t{first + i}, c2, c1;" for i in range(4)]
-            out += [f"fma.rn.f32 y{i}, t{first + i}, y{i}, c0;" for i in range(4)]
+            out += [f"fma.rn.f32 y{i}, t{first + i}, c{last}, c{last - 1};" for i in range(4)]
+            for c in reversed(range(last - 1)):
+                out += [f"fma.rn.f32 y{i}, t{first + i}, y{i}, c{c};" for i in range(4)]
             out += [*(f"fma.rn.f32 y{i}, t{first + i}, y{i}, w;" for i in range(4)), *leave(first)]
         return out
 
@@ -142,7 +144,8 @@ def _cap_ptx(n: int, whole: bool) -> str:
             out += [*(f"mul.f32 y{i}, y{i}, w;" for i in range(4)), *leave(first)]
         return out
 
-    lines += [*unless(SHORT[0], "MIDDLE"), *short(), "bra.uni DONE;"]
+    lines += [*unless(TINY[0], "SMALL"), *short(TINY[1]), "bra.uni DONE;"]
+    lines += ["SMALL:", *unless(SHORT[0], "MIDDLE"), *short(SHORT[1]), "bra.uni DONE;"]
     lines += ["MIDDLE:", *unless(LONG[0], "LARGE"), *long(), "bra.uni DONE;", "LARGE:"]
     for s, out in zip(xs, outs, strict=True):
         lines += [f"mul.f32 x, {s}, {factor};", *_ratio("x", "x")]
@@ -154,35 +157,7 @@ def _cap_ptx(n: int, whole: bool) -> str:
     return " ".join([*lines, "DONE:", "}"])
 
 
-def _tanh_ptx(n: int) -> str:
-    """n values of one thread. A warp takes the shortest way that serves all its values; the series need no MUFU."""
-    xs, outs = [f"${n + i}" for i in range(n)], [f"${i}" for i in range(n)]
-    lines = ["{", ".reg .pred beyond, small;", ".reg .f32 most, most1, most2, most3, t, y, z;"]
-    # four maxima side by side: one would wait for itself n times
-    several = ("most", "most1", "most2", "most3")
-    lines += [f"abs.f32 {several[i]}, {xs[i]};" for i in range(4)]
-    for i, x in enumerate(xs[4:]):
-        lines += [f"abs.f32 t, {x};", f"max.f32 {several[i % 4]}, {several[i % 4]}, t;"]
-    lines += ["max.f32 most, most, most1;", "max.f32 most2, most2, most3;", "max.f32 most, most, most2;"]
-
-    def unless(limit: float, label: str) -> list[str]:
-        vote = "vote.sync.any.pred beyond, beyond, 0xffffffff;"
-        return [f"setp.gt.f32 beyond, most, {_bits(limit)};", vote, f"@beyond bra {label};"]
-
-    lines += unless(SHORT[0], "MIDDLE")
-    for x, out in zip(xs, outs, strict=True):
-        lines += _series(SHORT[1], x, out)
-    lines += ["bra.uni DONE;", "MIDDLE:", *unless(LONG[0], "LARGE")]
-    for x, out in zip(xs, outs, strict=True):
-        lines += _series(LONG[1], x, out)
-    lines += ["bra.uni DONE;", "LARGE:"]
-    for x, out in zip(xs, outs, strict=True):
-        lines += _ratio(x, out)
-    return " ".join([*lines, "DONE:", "}"])
-
-
 # by how many values of a thread are decided about at once
-TANH_16, TANH_32 = (gl.constexpr(_tanh_ptx(n)) for n in (16, 32))
 RATIO_16, RATIO_32 = (gl.constexpr(_cap_ptx(n, False)) for n in (16, 32))
 CAPPED_16, CAPPED_32 = (gl.constexpr(_cap_ptx(n, True)) for n in (16, 32))
 
@@ -190,19 +165,6 @@ CAPPED_16, CAPPED_32 = (gl.constexpr(_cap_ptx(n, True)) for n in (16, 32))
 @gluon.constexpr_function
 def _per_thread(shape, layout):
     return shape[0] * shape[1] // (32 * layout.warps_per_cta[0] * layout.warps_per_cta[1])
-
-
-@gluon.constexpr_function
-def _floats(n):
-    return ",".join(["=&f"] * n + ["f"] * n)
-
-
-@gluon.jit
-def tanh(x):
-    """tanh of a tile in a layout of wgmma, to fp32 accuracy."""
-    N: gl.constexpr = min(32, _per_thread(x.shape, x.type.layout))
-    ASM: gl.constexpr = TANH_16 if N == 16 else TANH_32
-    return gl.inline_asm_elementwise(ASM, _floats(N), [x], dtype=gl.float32, is_pure=True, pack=N)
 
 
 @gluon.constexpr_function
@@ -219,17 +181,18 @@ def cap_ratio(s, factor, unit):
 
 
 @gluon.jit
-def cap_whole(s, factor, unit):
+def cap_whole(s, factor, unit, AT_ONCE: gl.constexpr = 32):
     """unit * tanh(factor s): needs no register for s any more, and a multiplication more than with `cap_ratio`."""
-    N: gl.constexpr = min(32, _per_thread(s.shape, s.type.layout))
+    N: gl.constexpr = min(AT_ONCE, _per_thread(s.shape, s.type.layout))
     ASM: gl.constexpr = CAPPED_16 if N == 16 else CAPPED_32
     return gl.inline_asm_elementwise(ASM, _three_inputs(N), [s, factor, unit], dtype=gl.float32, is_pure=True, pack=N)
 
 
 @gluon.jit
-def capped(t, factor):
+def capped(t, factor, AT_ONCE: gl.constexpr = 16):
     """Eq. 5 in units of the cap: tanh(scale t / cap). Its square is what the gradient needs (`cap_slope`)."""
-    return tanh(t * factor)
+    # the squares of 32 values do not fit into registers beside the accumulators of the backward
+    return cap_whole(t, factor, 1.0, AT_ONCE)
 
 
 @gluon.jit

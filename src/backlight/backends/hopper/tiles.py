@@ -210,15 +210,12 @@ def head_table(p, head):
 
 
 @gluon.jit
-def nearest(p, view, careful):
-    """Blocks [begin, this) are free of masks, and every row has met a key before them; none if careful.
-
-    They are beyond the table, too, unless a bias is added before a block is weighed (TRUST_BIAS).
-    """
+def nearest(p, view, careful, BEYOND_TABLE: gl.constexpr):
+    """Blocks [begin, this) are free of masks (and of the bias), and every row has met a key before them; none if careful."""
     near = view.begin
     if p.FAR:
         near = view.plain_end - 1
-        if p.BIAS and not p.TRUST_BIAS:
+        if p.BIAS and BEYOND_TABLE:
             near = gl.minimum(near, gl.maximum(view.column - p.n_bias + 1, 0) // p.BN)
         near = clamp(near, view.begin, view.end)
         if p.TRUST:
@@ -234,7 +231,8 @@ def cap_of(p, s):
         if p.v_s.shape[2] <= 64:
             y = cap_ratio(s, p.cap_factor, p.cap_log2)
         else:
-            y = cap_whole(s, p.cap_factor, p.cap_log2)
+            # with tau there are u and two operands as well
+            y = cap_whole(s, p.cap_factor, p.cap_log2, 16 if p.TAU else 32)
     return y
 
 
