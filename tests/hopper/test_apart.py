@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 pytest.importorskip("triton")
 
@@ -108,7 +109,8 @@ def test_compiled(mask: str) -> None:
     main = next(report for report in reports if report.kernel == "_bwd_apart_kernel")
     assert not main.warnings, str(main)
     assert main.shared <= SHARED_MEMORY, str(main)
-    assert main.spills <= 16, str(main)
+    # ptxas of Triton 3.6, which the kernels were timed with, and later ones
+    assert main.spills <= (8 if triton.__version__.startswith("3.6") else 40), str(main)
     assert main.registers == 168, str(main)
     if main.sass:
         for opcode in ("HGMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "USETMAXREG"):
