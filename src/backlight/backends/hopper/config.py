@@ -115,7 +115,8 @@ def elastic_heuristic(call: Call) -> ForwardConfig:
         # wide q and k leave no shared memory for more stages
         return ForwardConfig(64, 2)
     if width > 64:
-        return ForwardConfig(64, 2, stages=4, trust=trust)
+        # bias and cap leave no registers for keeping the first maximum as well
+        return ForwardConfig(64, 2, stages=4, trust=trust and not (call.spec.bias and call.spec.softcap is not None))
     # squares of scores need registers
     if call.spec.softcap is not None or (call.spec.masked and rows_of(call) <= SHORT):
         return ForwardConfig(64, 2, stages=4, trust=trust)

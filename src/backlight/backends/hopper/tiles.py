@@ -231,8 +231,8 @@ def cap_of(p, s):
         if p.v_s.shape[2] <= 64:
             y = cap_ratio(s, p.cap_factor, p.cap_log2)
         else:
-            # with tau there are u and two operands as well
-            y = cap_whole(s, p.cap_factor, p.cap_log2, 16 if p.TAU else 32)
+            # with tau there are u and two operands as well, with a bias its addresses
+            y = cap_whole(s, p.cap_factor, p.cap_log2, 16 if p.TAU or p.BIAS else 32)
     return y
 
 
