@@ -6,6 +6,7 @@ CPU tensors are fine) and the pipeline runs down to a cubin with the ptxas that 
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import tempfile
@@ -18,6 +19,7 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -61,7 +63,7 @@ def compile_kernel(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) 
     chosen, signature, constexprs, attrs = kernel._pack_args(backend, dict(options), bound, specialization, chosen)
     source = GluonASTSource if kernel.is_gluon() else ASTSource
     done = triton.compile(source(kernel, signature, constexprs, attrs), target=TARGET, options=chosen.__dict__)
-    log = ptxas_log(done.asm["ptx"])
+    log = ptxas_log(done.asm["ptx"], chosen.ptx_options)
     text = disassembly(done.asm["cubin"])
     return Report(
         kernel=kernel.fn.__name__,
@@ -75,11 +77,16 @@ def compile_kernel(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) 
     )
 
 
-def ptxas_log(ptx: str) -> str:
+# what Triton itself asks ptxas for, before what a launch asks for
+ALLOCATION = tuple(re.findall(r"'(--regAllocOptLevel=\d)'", inspect.getsource(compiler)))
+
+
+def ptxas_log(ptx: str, options: str | None = None) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(source), "-o", str(source.with_suffix(".cubin"))]
+        command = [get_ptxas(90).path, "-v", *ALLOCATION, *(options or "").split(), "--gpu-name=sm_90a", str(source)]
+        command += ["-o", str(source.with_suffix(".cubin"))]
         run = subprocess.run(command, capture_output=True, text=True, check=True)
     return run.stderr + run.stdout
 

@@ -508,7 +508,7 @@ class language:
         pointer.storage[offset[keep]] = np.broadcast_to(np.asarray(value), offset.shape)[keep]
 
     @staticmethod
-    def atomic_add(pointer: Pointer, value: Any) -> Tensor:
+    def atomic_add(pointer: Pointer, value: Any, sem: str = "acq_rel") -> Tensor:
         with _machine.changed:
             before = pointer.storage[pointer.offset].copy()
             pointer.storage[pointer.offset] += value
@@ -551,6 +551,9 @@ class language:
         assert not any(state[0] for state in machine.named.values()), "an arrival at a named barrier was never met"
 
 
+# what a launch says to the compiler alone
+COMPILER_OPTIONS = ("maxnreg", "num_stages", "enable_fp_fusion", "sched4reg", "ptx_options")
+
 REPLACED = {
     "gl": language,
     "tl": language,
@@ -564,13 +567,14 @@ REPLACED = {
     "warpgroup_mma_wait": warpgroup_mma_wait,
     "fence_async_shared": lambda *args: None,
     "peek": language.load,
-    "_per_thread": lambda shape, layout: 32,
+    "per_thread": lambda shape, layout: 32,
     "weights16": lambda weight, dtype: np.maximum(weight, 0).to(dtype),
     "survivors": lambda weight, bar, dtype: (weight > bar).to(dtype),
     "above": lambda x, limit: language.where(x > limit, 1.0, 0.0),
     "add_quads": add_to_global,
     "bar_sync": bar_sync,
-    "end_block": lambda *args: None,
+    "end_block": lambda tile: tile,
+    "barrier": lambda: None,
     "afresh": lambda number: number,
     "anew": lambda tile, count: tile,
     "bar_arrive": bar_arrive,
@@ -609,7 +613,8 @@ class Emulation:
         return self.scopes[module]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int = 0, maxnreg: int = 0, num_stages: int = 0, **options: Any) -> None:
+        def launch(*args: Any, num_warps: int = 0, **named: Any) -> None:
+            options = {name: value for name, value in named.items() if name not in COMPILER_OPTIONS}
             global _machine
             here = [argument(value) for value in args]
             sizes = (*grid, 1, 1)[:3]

@@ -20,10 +20,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
-from backlight.backends.hopper.compat import arguments, smem_reinterpret, tma_reduce_add
+from backlight.backends.hopper.compat import (
+    LATE_ADDRESSES,
+    OWN_REGISTERS,
+    arguments,
+    smem_reinterpret,
+    tma_reduce_add,
+    warpgroup_mma_wait,
+)
 from backlight.backends.hopper.config import keys_together
 from backlight.backends.hopper.dq import dq_half_layout
 from backlight.backends.hopper.keytiles import (
@@ -520,7 +526,8 @@ def apart_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor) -> None:
             call.scale * LOG2E,
         ]
         constants = {"D": launch.d, "DV": launch.dv, "BD": launch.bd, "BDV": launch.bdv, **launch.flags}
-        return {"grid": (programs,), "args": args, "constants": constants, "num_warps": 4, "maxnreg": 168}
+        options = {"num_warps": 4, "maxnreg": 168, **LATE_ADDRESSES, **OWN_REGISTERS}
+        return {"grid": (programs,), "args": args, "constants": constants, **options}
 
     tensors = (call.q, do, call.k, call.v, dk, dv, lse2, delta, acc, cu_q, cu_k, cu_tiles, first_tiles, delta)
     launch.start(_bwd_apart_kernel, tensors, describe)

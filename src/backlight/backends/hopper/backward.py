@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from backlight.backends.hopper.apart import apart_dk_dv
 from backlight.backends.hopper.band import band_dbias
-from backlight.backends.hopper.compat import Maybe, arguments, smem_reinterpret, tma_reduce_add
+from backlight.backends.hopper.compat import LATE_ADDRESSES, Maybe, arguments, smem_reinterpret, tma_reduce_add
 from backlight.backends.hopper.config import backward_config, keys_together, room_for_dv
 from backlight.backends.hopper.dbias import CELLS, GROUPS, Diagonals, add_diagonals
 from backlight.backends.hopper.dq import convert_dq, dq_tile_layout, split_dq
@@ -550,7 +550,7 @@ def _dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, diagonals: Diagon
             "EARLY": not split and room_for_dv(config, launch.bd, launch.bdv, diagonals is not None),
             **launch.flags,
         }
-        return {"grid": (programs,), "args": args, "constants": constants, "num_warps": 8, "maxnreg": 168}
+        return {"grid": (programs,), "args": args, "constants": constants, "num_warps": 8, "maxnreg": 168, **LATE_ADDRESSES}
 
     acc = None if config.wide and split else acc
     terms = (share, None if diagonals is None else diagonals.acc, table, tau)

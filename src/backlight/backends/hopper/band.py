@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from backlight.backends.hopper.compat import warpgroup_mma_wait
 from backlight.backends.hopper.dbias import CELLS, GROUPS, parts_of
 from backlight.backends.hopper.launch import Launch
 from backlight.backends.hopper.prepass import Rows

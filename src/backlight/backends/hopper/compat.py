@@ -7,11 +7,21 @@ The names Triton keeps private and that are used here (`_aggregate`, `_convert_t
 from typing import Any
 
 from triton._C.libtriton import ir
+from triton.backends.nvidia.compiler import CUDAOptions
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as _whole_wait
 from triton.language.core import _aggregate, base_value
+
+# options of every launch; multiply-adds are fused by name, because Triton's default changes with 3.10
+COMPILER: dict[str, Any] = {"enable_fp_fusion": True}
+# Triton 3.9 works out the addresses of all operands of a loop ahead of its first product, which leaves too few registers for
+# anything else; this option of the same version puts them where they are used
+LATE_ADDRESSES: dict[str, Any] = {"sched4reg": True} if "sched4reg" in CUDAOptions.__dataclass_fields__ else {}
+# it also asks ptxas for a poorer allocation of registers than ptxas makes by itself (the last word counts)
+OWN_REGISTERS: dict[str, Any] = {"ptx_options": "--regAllocOptLevel=4"} if LATE_ADDRESSES else {}
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -27,6 +37,8 @@ else:
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
 # a field of `arguments` that may be None: then it is a constant, and nothing is captured for it
 Maybe = base_value
 
@@ -36,6 +48,19 @@ def smem_reinterpret(mem: Any, dtype: Any, shape: Any, layout: Any, _semantic: A
     """The same bytes of shared memory with another shape and layout."""
     unwrap = _core._unwrap_if_constexpr
     return _semantic.memdesc_reinterpret(mem, unwrap(dtype), [unwrap(size) for size in unwrap(shape)], unwrap(layout))
+
+
+@builtin
+def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Any = None, _semantic: Any = None) -> Any:
+    """Gluon's, for the calling warpgroup alone, as before Triton 3.9.
+
+    Since then a wait in a partition of two warpgroups ends with a barrier of both, in case one overwrites what the other still
+    reads. The kernels have barriers of their own for that, where it can happen at all.
+    """
+    found = _whole_wait(num_outstanding, deps, _semantic=_semantic)
+    first = found[0] if isinstance(found, tuple) else found
+    first.handle.set_attr("warpGroupLocal", _semantic.builder.get_unit_attr())
+    return found
 
 
 def arguments(cls: type) -> Any:

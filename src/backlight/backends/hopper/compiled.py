@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from backlight.backends.hopper.compat import COMPILER
+
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -23,7 +25,7 @@ def start(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: di
     key = (kernel, first.device, *map(_kind, args), *constants.values())
     made = _compiled.get(key)
     if made is None:
-        made = kernel[grid](*args, **constants, **options)
+        made = kernel[grid](*args, **constants, **COMPILER, **options)
         if made is not None:
             _compiled[key] = made
     else:

@@ -11,11 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from backlight.backends.hopper.again import kept, largest_sum, ticket_of, valid
-from backlight.backends.hopper.compat import arguments
+from backlight.backends.hopper.compat import arguments, warpgroup_mma_wait
 from backlight.backends.hopper.primitives import (
     INF,
     WM,

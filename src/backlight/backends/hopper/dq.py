@@ -18,10 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
-from backlight.backends.hopper.compat import Maybe, arguments, smem_reinterpret, tma_load
+from backlight.backends.hopper.compat import Maybe, arguments, smem_reinterpret, tma_load, warpgroup_mma_wait
 from backlight.backends.hopper.config import dq_config
 from backlight.backends.hopper.launch import Launch
 from backlight.backends.hopper.prepass import Rows

@@ -15,11 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from backlight.backends.hopper.again import LARGEST_SUM, kept, ticket_of, valid
-from backlight.backends.hopper.compat import arguments
+from backlight.backends.hopper.compat import arguments, warpgroup_mma_wait
 from backlight.backends.hopper.primitives import (
     INF,
     WM,

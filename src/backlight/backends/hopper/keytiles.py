@@ -90,7 +90,7 @@ def drawn(p):
     """
     number = p.n_tiles
     if p.dynamic != 0:
-        number = gl.atomic_add(p.counter_ptr + afresh(p.counter), 1.0).to(gl.int32) + p.dynamic
+        number = gl.atomic_add(p.counter_ptr + afresh(p.counter), 1.0, sem="relaxed").to(gl.int32) + p.dynamic
     return number
 
 

@@ -291,21 +291,37 @@ def bar_arrive(number, THREADS: gl.constexpr):
     )
 
 
-@gluon.jit
-def end_block(number):
-    """End the basic block: ptxas moves a wait for wgmma up to its start, above work that should run under the matmul.
+@gluon.constexpr_function
+def per_thread(shape, layout):
+    """Elements of a tile that a thread holds."""
+    return shape[0] * shape[1] // (32 * layout.warps_per_cta[0] * layout.warps_per_cta[1])
 
-    A branch that is never taken and that ptxas cannot remove: the clock is not a small number.
-    """
-    gl.inline_asm_elementwise(
-        "{ .reg .pred never; .reg .b32 now; AGAIN: mov.u32 now, %clock; setp.eq.u32 never, now, $1; @never bra AGAIN; "
-        "mov.b32 $0, $1; }",
-        "=r,r,~{memory}",
-        [gl.to_tensor(number)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
+
+@gluon.constexpr_function
+def _branch_between(n):
+    """Assembly that passes n values on, and branches before it does."""
+    copies = " ".join(f"mov.f32 ${i}, ${n + i};" for i in range(n))
+    return (
+        "{ .reg .pred never; .reg .b32 now; AGAIN: mov.u32 now, %clock; setp.eq.u32 never, now, 7; @never bra AGAIN; "
+        f"{copies} }}"
     )
+
+
+@gluon.constexpr_function
+def _in_and_out(n):
+    return ",".join(["=&f"] * n + ["f"] * n + ["~{memory}"])
+
+
+@gluon.jit
+def end_block(tile):
+    """The tile, in a new basic block.
+
+    ptxas moves a wait for wgmma up to the start of its block, above work that should run under the matmul. The branch is hardly
+    ever taken, and does no harm when it is: the clock is then read again. All of the tile goes through it, so that the compiler
+    cannot leave for later what makes the tile.
+    """
+    N: gl.constexpr = min(32, per_thread(tile.shape, tile.type.layout))
+    return gl.inline_asm_elementwise(_branch_between(N), _in_and_out(N), [tile], dtype=gl.float32, is_pure=False, pack=N)
 
 
 @gluon.jit

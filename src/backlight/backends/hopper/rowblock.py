@@ -8,9 +8,9 @@ those that meet the bias table.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from backlight.backends.hopper.compat import arguments
+from backlight.backends.hopper.compat import arguments, barrier, warpgroup_mma_wait
 from backlight.backends.hopper.dbias import leave_diagonals
 from backlight.backends.hopper.dq import above, add_fragments, dq_fragments
 from backlight.backends.hopper.keytiles import (
@@ -155,6 +155,8 @@ def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.co
     # row values are read late where registers are short
     if p.OVERLAP:
         lse = p.lse_s.index(stage).load(row_l)
+    # both warpgroups have read ds of the block before
+    barrier()
     mbarrier.wait(p.do_full.index(stage), phase)
     dp_token = mma_over_columns(v, do, zero, p.DV)
     s = warpgroup_mma_wait(PIECES, deps=[s_token])
@@ -170,7 +172,7 @@ def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.co
     if p.OVERLAP:
         if not p.TAU:
             delta = p.delta_s.index(stage).load(row_l)
-        end_block(count)
+        pt = end_block(pt)
         dp, pt = warpgroup_mma_wait(0, deps=[dp_token, pt])
     else:
         dp = warpgroup_mma_wait(0, deps=[dp_token])
@@ -186,7 +188,7 @@ def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.co
         pt_left, pt_right = halves(pt)
         dp_left, dp_right = halves(dp)
         at_right, ds_right = elastic(p, pt_right, dp_right, stage, limit, BM // 2, MASK)
-        end_block(count)
+        ds_right = end_block(ds_right)
         at_left, ds_left = elastic(p, pt_left, dp_left, stage, limit, 0, MASK)
         at16 = whole(at_left, at_right, s_l)
         ds = whole(ds_left, ds_right, s_l)

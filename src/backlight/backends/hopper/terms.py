@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from backlight.backends.hopper import small
 from backlight.backends.hopper.launch import Launch
+from backlight.backends.hopper.primitives import per_thread
 from backlight.call import Call
 
 # zeros on both sides of the table, at least twice as wide as a tile: far tiles are read there, without a mask
@@ -163,11 +164,6 @@ CAPPED_16, CAPPED_32 = (gl.constexpr(_cap_ptx(n, True)) for n in (16, 32))
 
 
 @gluon.constexpr_function
-def _per_thread(shape, layout):
-    return shape[0] * shape[1] // (32 * layout.warps_per_cta[0] * layout.warps_per_cta[1])
-
-
-@gluon.constexpr_function
 def _three_inputs(n):
     return ",".join(["=&f"] * n + ["f"] * 3 * n)
 
@@ -175,7 +171,7 @@ def _three_inputs(n):
 @gluon.jit
 def cap_ratio(s, factor, unit):
     """y with unit * tanh(factor s) = s y: what s is multiplied by, in place of a constant, under softcap."""
-    N: gl.constexpr = min(32, _per_thread(s.shape, s.type.layout))
+    N: gl.constexpr = min(32, per_thread(s.shape, s.type.layout))
     ASM: gl.constexpr = RATIO_16 if N == 16 else RATIO_32
     return gl.inline_asm_elementwise(ASM, _three_inputs(N), [s, factor, unit], dtype=gl.float32, is_pure=True, pack=N)
 
@@ -183,7 +179,7 @@ def cap_ratio(s, factor, unit):
 @gluon.jit
 def cap_whole(s, factor, unit, AT_ONCE: gl.constexpr = 32):
     """unit * tanh(factor s): needs no register for s any more, and a multiplication more than with `cap_ratio`."""
-    N: gl.constexpr = min(AT_ONCE, _per_thread(s.shape, s.type.layout))
+    N: gl.constexpr = min(AT_ONCE, per_thread(s.shape, s.type.layout))
     ASM: gl.constexpr = CAPPED_16 if N == 16 else CAPPED_32
     return gl.inline_asm_elementwise(ASM, _three_inputs(N), [s, factor, unit], dtype=gl.float32, is_pure=True, pack=N)
 

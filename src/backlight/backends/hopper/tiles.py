@@ -44,7 +44,7 @@ def draw(p, tile):
     """The tile that comes after a CTA's tile: later tiles have higher numbers."""
     next_tile = tile + gl.num_programs(0)
     if p.dynamic != 0:
-        next_tile = gl.atomic_add(p.counter_ptr, 1) + gl.num_programs(0)
+        next_tile = gl.atomic_add(p.counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
     return next_tile
 
 
