@@ -7,7 +7,6 @@ compared, 130 interrupted.
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,15 +97,13 @@ def _refuse_ignored(context: typer.Context, names: tuple[str, ...], reason: str)
             raise ValueError(f"{shown} {context.params[name]} would be ignored: {reason}")
 
 
-def _check_words(context: typer.Context, contenders: str, seconds: float | None) -> None:
+def _check_words(context: typer.Context, contenders: str) -> None:
     if context.params["profile"]:
         _refuse_ignored(context, ("suite", "rounds", "quick", "resume", "seconds"), "--profile takes one case apart")
     if context.params["resume"] is not None:
         _refuse_ignored(context, ("suite", "contenders", "rounds", "quick", "out"), "--resume goes on as the record began")
     if contenders and not contenders.replace(",", " ").strip():
         raise ValueError(f"--contenders names nobody, got {contenders!r}")
-    if seconds is not None and not math.isfinite(seconds):
-        raise ValueError(f"--seconds must be finite, got {seconds}")
 
 
 def _writable(option: str, folder: Path) -> None:
@@ -133,7 +130,7 @@ def run(
     contenders: Annotated[str, typer.Option(help="Names to race, with commas; the suite's own choice by default.")] = "",
     out: OutOption = Path("benchmarks/results"),
     rounds: Annotated[
-        int | None, typer.Option(min=1, max=MOST_ROUNDS, help="Rounds over all contenders; the suite's own number by default.")
+        str | None, typer.Option(metavar="N", help="Rounds over all contenders; the suite's own number by default.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer lengths and shorter measurements.")] = False,
     plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw the pictures beside the JSON.")] = True,
@@ -143,14 +140,11 @@ def run(
         typer.Option(exists=True, dir_okay=False, help="Measure the cases this record lacks, with its suite and settings."),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(min=1, help="Stop after so long; the record says so and can be resumed.")
+        str | None, typer.Option(metavar="S", help="Stop after so long; the record says so and can be resumed.")
     ] = None,
     processes: Annotated[
-        int,
-        typer.Option(
-            min=0, max=MOST_WORKERS, help="Compile ahead in so many processes, on CUDA; 0 = each contender in its turn."
-        ),
-    ] = max(0, min(MOST_PROCESSES, (os.cpu_count() or 1) - 2)),
+        str, typer.Option(metavar="N", help="Compile ahead in so many processes, on CUDA; 0 = each contender in its turn.")
+    ] = str(max(0, min(MOST_PROCESSES, (os.cpu_count() or 1) - 2))),
 ) -> None:
     """Run SUITE and write its JSON, table and pictures."""
     from backlight.bench import machine, peers, suites
@@ -159,9 +153,12 @@ def run(
     from backlight.bench.resume import CannotResume
     from backlight.bench.step import Settings
     from backlight.bench.table import render
+    from backlight.doctor.options import number, whole
 
     try:
-        _check_words(context, contenders, seconds)
+        _check_words(context, contenders)
+        chosen_rounds = whole("--rounds", rounds, most=MOST_ROUNDS)
+        limit, workers = number("--seconds", seconds, least=1.0), whole("--processes", processes, least=0, most=MOST_WORKERS)
         chosen_device = _device(device)
         wanted = tuple(name.strip() for name in contenders.split(",") if name.strip())
         folder = out / machine.device_name(chosen_device)
@@ -175,7 +172,7 @@ def run(
             lacking = [name for name in ("quick", "rounds") if name not in earlier["settings"]]
             if lacking or earlier["suite"] not in suites.SUITES:
                 raise BadRecord(f"{resume} is no record of a suite: {lacking[0] if lacking else earlier['suite']!r} is unknown")
-            suite, quick, rounds = earlier["suite"], earlier["settings"]["quick"], earlier["settings"]["rounds"]
+            suite, quick, chosen_rounds = earlier["suite"], earlier["settings"]["quick"], earlier["settings"]["rounds"]
             wanted = tuple(earlier["settings"]["contenders"])
         chosen = suites.suite(suite, chosen_device, quick)
         adapters = peers.select(wanted or chosen.contenders)
@@ -185,7 +182,7 @@ def run(
         raise
     except ValueError as error:
         raise _fail(error) from None
-    settings = Settings(rounds or chosen.rounds, quick or chosen.hasty, seconds=seconds, processes=processes)
+    settings = Settings(chosen_rounds or chosen.rounds, quick or chosen.hasty, seconds=limit, processes=workers or 0)
     try:
         data = _run_suite(chosen, adapters, chosen_device, path, settings, earlier)
     except CannotResume as error:
@@ -195,7 +192,7 @@ def run(
     if plot:
         _draw(data, path)
     if data["status"] == "stopped":
-        words = f"stopped after {seconds:.0f} s; go on with: backlight bench --resume {path}"
+        words = f"stopped after {limit:.0f} s; go on with: backlight bench --resume {path}"
         _console().print(words, style="yellow", soft_wrap=True)
     elif data["status"] != "complete":
         raise typer.Exit(INTERRUPTED)

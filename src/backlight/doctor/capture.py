@@ -64,7 +64,8 @@ def _read_pt(path: Path) -> Mapping[str, Any]:
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise ValueError(f"{path} could not be read as a dict of tensors: {str(error).splitlines()[0]}") from error
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path} could not be read as a dict of tensors: {said}") from error
     if not isinstance(stored, Mapping):
         raise ValueError(f"{path} holds a {type(stored).__name__}; expected a dict with q, k, v and more")
     return stored

@@ -54,6 +54,11 @@ class Case:
             tensors = tensors | rows
         q, k, v = tensors["q"], tensors["k"], tensors["v"]
         checks.check_qkv(q, k, v)
+        if "do" in tensors:
+            checks.check_like_output("do", tensors["do"], q, v)
+        for term in TERMS:
+            if term in tensors:
+                checks.check_term(term, tensors[term], q, v)
         return Case(
             spec=spec.replace(**{term: True for term in TERMS if term in tensors}),
             shape=(q.shape[0], q.shape[1], q.shape[2], q.shape[3]),

@@ -106,7 +106,7 @@ def usable_device(device: Any) -> torch.device:
     return found
 
 
-def check_room(shape: tuple[int, int, int, int], hkv: int, sk: int, dv: int, device: torch.device) -> None:
+def check_room(shape: tuple[int, int, int, int], hkv: int, sk: int, dv: int, columns: int, device: torch.device) -> None:
     """Refuse what can only end in the system killing the process."""
     b, hq, sq, d = shape
     if device.type == "cuda":
@@ -115,9 +115,9 @@ def check_room(shape: tuple[int, int, int, int], hkv: int, sk: int, dv: int, dev
         room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
         return
-    needed = 8 * (MATRICES * sq * sk + COPIES * b * (hq * sq + hkv * sk) * (d + dv))
+    needed = 8 * (MATRICES * sq * sk + COPIES * (b * (hq * sq + hkv * sk) * (d + dv) + hq * columns))
     if needed > room:
-        sizes = f"B {b}, Hq {hq}, Hkv {hkv}, Sq {sq}, Sk {sk}, D {d}, Dv {dv}"
+        sizes = f"B {b}, Hq {hq}, Hkv {hkv}, Sq {sq}, Sk {sk}, D {d}, Dv {dv}" + (f", bias {columns}" if columns else "")
         gib = f"about {needed / 2**30:.3g} GiB, and {device} has {room / 2**30:.3g}"
         raise ValueError(f"the shape {sizes} is too large: the float64 oracle needs {gib}")
 
@@ -154,20 +154,23 @@ def check_like_output(name: str, x: Any, q: Tensor, v: Tensor) -> None:
         raise ValueError(f"{name} must be floating point of shape {wanted}, got {x.dtype} of {tuple(x.shape)}")
 
 
+def check_term(name: str, x: Any, q: Tensor, v: Tensor) -> None:
+    """A learned term against the tensors it belongs to."""
+    if name == "gate":
+        return check_like_output(name, x, q, v)
+    _dense(name, x)
+    hq = q.shape[1]
+    fits = x.dim() == 2 and x.shape[0] == hq and x.shape[1] > 0 if name == "bias" else tuple(x.shape) == (hq,)
+    if not fits or not x.is_floating_point():
+        wanted = f"{SHAPES[name]} with Hq = {hq}"
+        raise ValueError(f"{name} must be floating point of shape {wanted}, got {x.dtype} of {tuple(x.shape)}")
+
+
 def check_call(call: Call) -> None:
     """Learned terms and borders against the tensors they belong to."""
-    hq = call.q.shape[1]
-    for name in ("bias", "sink", "tau"):
-        x = getattr(call, name)
-        if x is None:
-            continue
-        _dense(name, x)
-        fits = x.dim() == 2 and x.shape[0] == hq and x.shape[1] > 0 if name == "bias" else tuple(x.shape) == (hq,)
-        if not fits or not x.is_floating_point():
-            wanted = f"{SHAPES[name]} with Hq = {hq}"
-            raise ValueError(f"{name} must be floating point of shape {wanted}, got {x.dtype} of {tuple(x.shape)}")
-    if call.gate is not None:
-        check_like_output("gate", call.gate, call.q, call.v)
+    for name in SHAPES:
+        if getattr(call, name) is not None:
+            check_term(name, getattr(call, name), call.q, call.v)
     if call.cu_seqlens_q is not None and call.q.shape[0] != 1:
         raise ValueError(f"packed sequences need a batch of 1, got {call.q.shape[0]}")
     call.segments()

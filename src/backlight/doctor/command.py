@@ -19,7 +19,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from backlight.doctor import streams, trouble
-from backlight.doctor.options import DTYPES, LARGEST, Asked, absolute
+from backlight.doctor.options import DTYPES, Asked, absolute
 
 if TYPE_CHECKING:
     from backlight.doctor.case import Case
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 COULD_NOT_RUN, INTERRUPTED = 3, 130
 REPORT_WIDTH = 100
-TIMEOUT = 300.0
+TIMEOUT = "300"
 # typer carries its own copy of click in some versions, so the base class is reached through typer's public exception
 UsageError: Any = typer.BadParameter.__base__
 
@@ -77,21 +77,21 @@ def examine(
     ] = None,
     causal: Annotated[bool, ATTENTION("--causal", help="Hide keys after the row's own position.")] = False,
     window: Annotated[str | None, ATTENTION(metavar="L,R", help="Reach around the row's own position; * is unbounded.")] = None,
-    scale: Annotated[float | None, ATTENTION(help="Factor on q.k; default D ** -0.5.")] = None,
-    softcap: Annotated[float | None, ATTENTION(help="c in c * tanh(score / c).")] = None,
-    bias: Annotated[int | None, ATTENTION(metavar="N", min=1, max=LARGEST, help="Learned bias by distance, N columns.")] = None,
-    bias_origin: Annotated[int, ATTENTION(min=-LARGEST, max=LARGEST, help="Column of distance 0.")] = 0,
+    scale: Annotated[str | None, ATTENTION(metavar="X", help="Factor on q.k; default D ** -0.5.")] = None,
+    softcap: Annotated[str | None, ATTENTION(metavar="X", help="c in c * tanh(score / c).")] = None,
+    bias: Annotated[str | None, ATTENTION(metavar="N", help="Learned bias by distance, N columns.")] = None,
+    bias_origin: Annotated[str, ATTENTION(metavar="N", help="Column of distance 0.")] = "0",
     sink: Annotated[bool, ATTENTION("--sink", help="Learned logit in the denominator.")] = False,
-    tau: Annotated[float | None, ATTENTION(metavar="X", help="Elastic softmax with this tau.")] = None,
+    tau: Annotated[str | None, ATTENTION(metavar="X", help="Elastic softmax with this tau.")] = None,
     gate: Annotated[bool, ATTENTION("--gate", help="Output times sigmoid(gate).")] = False,
     shape: Annotated[str, INPUTS(metavar="B,H,S,D", help="Batch, query heads, query length, head size.")] = "2,4,200,64",
-    kv_heads: Annotated[int | None, INPUTS(min=1, max=LARGEST, help="Key/value heads, if fewer.")] = None,
-    sk: Annotated[int | None, INPUTS(min=1, max=LARGEST, help="Key length, if different.")] = None,
-    dv: Annotated[int | None, INPUTS(min=1, max=LARGEST, help="Value head size, if different.")] = None,
+    kv_heads: Annotated[str | None, INPUTS(metavar="N", help="Key/value heads, if fewer.")] = None,
+    sk: Annotated[str | None, INPUTS(metavar="N", help="Key length, if different.")] = None,
+    dv: Annotated[str | None, INPUTS(metavar="N", help="Value head size, if different.")] = None,
     lengths: Annotated[str | None, INPUTS(metavar="S1,S2,...", help="Packed sequences of these lengths.")] = None,
     dtype: Annotated[str, INPUTS(help=", ".join(DTYPES) + ".")] = "bf16",
     recipe: Annotated[str, INPUTS(help="gaussian, peaky (saturated rows), dominant (one key), low_lse.")] = "gaussian",
-    seed: Annotated[int, INPUTS(min=0, max=LARGEST, help="Seed of the inputs.")] = 0,
+    seed: Annotated[str, INPUTS(metavar="N", help="Seed of the inputs.")] = "0",
     capture: Annotated[Path | None, INPUTS(help="Replay tensors saved as .pt or .safetensors.")] = None,
     device: Annotated[str, INPUTS(help="Where the kernel runs.")] = "cpu",
     layout: Annotated[str, INPUTS(help="What the kernel reads: auto, BHSD, BSHD, packed.")] = "auto",
@@ -106,7 +106,7 @@ def examine(
         bool, EXAMINATION("--sanitize", help="Also run the kernel once under each tool of compute-sanitizer (CUDA).")
     ] = False,
     timeout: Annotated[
-        float, EXAMINATION(metavar="SECONDS", min=0, help="Give up when one call of the kernel takes longer; 0 = never.")
+        str, EXAMINATION(metavar="SECONDS", help="Give up when one call of the kernel takes longer; 0 = never.")
     ] = TIMEOUT,
     demo: Annotated[str | None, EXAMINATION(metavar="NAME", help="Examine a deliberately broken kernel.")] = None,
     list_: Annotated[bool, EXAMINATION("--list", help="List kernels, demos and the defect catalogue.")] = False,
@@ -248,9 +248,9 @@ def perform(asked: Asked) -> NoReturn:
 
     outcome = ""
     try:
-        case = asked.case()
+        case, seconds = asked.case(), asked.seconds
         asked.writable()
-        with aside, trouble.patience(asked.timeout, give_up):
+        with aside, trouble.patience(seconds, give_up):
             found, outcome = examined(asked, case)
     except (Exception, SystemExit) as error:
         found = failed(asked.name, what_happened(error))

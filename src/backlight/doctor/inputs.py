@@ -182,7 +182,8 @@ def make(
     checks.check_heads(hq, hkv)
     checks.check_dtype("dtype", dtype)
     device = checks.usable_device(device)
-    checks.check_room((b, hq, sq, d), hkv, sk, dv, device)
+    columns = bias if isinstance(bias, int) else max(1, spec.bias_origin + max(1, sk // 2)) if spec.bias else 0
+    checks.check_room((b, hq, sq, d), hkv, sk, dv, columns, device)
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*size: int) -> Tensor:
@@ -193,7 +194,6 @@ def make(
     parameter = torch.float64 if dtype == torch.float64 else torch.float32
     terms: dict[str, Any] = {}
     if spec.bias:
-        columns = max(1, spec.bias_origin + max(1, sk // 2)) if bias is None or isinstance(bias, Tensor) else bias
         terms["bias"] = bias if isinstance(bias, Tensor) else draw(hq, columns).to(parameter)
     if spec.sink:
         terms["sink"] = sink if isinstance(sink, Tensor) else draw(hq).to(parameter)

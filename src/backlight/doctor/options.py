@@ -29,21 +29,21 @@ class Asked:
     subject: str | None
     causal: bool
     window: str | None
-    scale: float | None
-    softcap: float | None
-    bias: int | None
-    bias_origin: int
+    scale: str | None
+    softcap: str | None
+    bias: str | None
+    bias_origin: str
     sink: bool
-    tau: float | None
+    tau: str | None
     gate: bool
     shape: str
-    kv_heads: int | None
-    sk: int | None
-    dv: int | None
+    kv_heads: str | None
+    sk: str | None
+    dv: str | None
     lengths: str | None
     dtype: str
     recipe: str
-    seed: int
+    seed: str
     capture: Path | None
     device: str
     layout: str
@@ -52,7 +52,7 @@ class Asked:
     report: Path | None
     json: Path | None
     sanitize: bool
-    timeout: float
+    timeout: str
     demo: str | None
     list_: bool
 
@@ -64,6 +64,11 @@ class Asked:
     @property
     def to_stdout(self) -> bool:
         return self.json is not None and str(self.json) == "-"
+
+    @property
+    def seconds(self) -> float:
+        """How long one call of the subject may take; 0 = for ever."""
+        return number("--timeout", self.timeout, least=0.0)  # type: ignore[return-value]
 
     def case(self) -> Case:
         """What to examine the subject with; ValueError with a sentence for words that mean nothing or would be ignored."""
@@ -95,10 +100,10 @@ class Asked:
         return AttentionSpec(
             causal=self.causal,
             window=pair(self.window),
-            scale=finite("--scale", self.scale),
-            softcap=finite("--softcap", self.softcap),
+            scale=number("--scale", self.scale),
+            softcap=number("--softcap", self.softcap),
             bias=self.bias is not None,
-            bias_origin=self.bias_origin,
+            bias_origin=whole("--bias-origin", self.bias_origin, least=-LARGEST),
             sink=self.sink,
             tau=self.tau is not None,
             gate=self.gate,
@@ -110,7 +115,6 @@ class Asked:
         from backlight.doctor.checks import usable_device
         from backlight.doctor.inputs import RECIPES
 
-        finite("--timeout", self.timeout)
         one_of("--layout", self.layout, LAYOUTS)
         try:
             usable_device(self.device)
@@ -118,23 +122,23 @@ class Asked:
             raise ValueError(f"--device: {error}") from None
         return {
             "shape": sizes("--shape", self.shape, 4),
-            "kv_heads": self.kv_heads,
-            "sk": self.sk,
-            "dv": self.dv,
+            "kv_heads": whole("--kv-heads", self.kv_heads),
+            "sk": whole("--sk", self.sk),
+            "dv": whole("--dv", self.dv),
             "lengths": None if self.lengths is None else sizes("--lengths", self.lengths),
             "dtype": getattr(torch, DTYPES[one_of("--dtype", self.dtype, DTYPES)]),
             "recipe": one_of("--recipe", self.recipe, RECIPES),
-            "seed": self.seed,
+            "seed": whole("--seed", self.seed, least=0),
             "level": one_of("--level", self.level, LEVELS),
             "device": self.device,
-            "bias": self.bias,
-            "tau": finite("--tau", self.tau),
+            "bias": whole("--bias", self.bias),
+            "tau": number("--tau", self.tau),
         }
 
     def _refuse_ignored(self) -> None:
         if self.demo is not None and self.subject is not None:
             raise ValueError(f"name a kernel or a demo, not both: got {self.subject!r} and --demo {self.demo}")
-        if self.bias_origin and self.bias is None and self.capture is None:
+        if "bias_origin" in self.typed and self.bias is None and self.capture is None:
             raise ValueError(f"--bias-origin {self.bias_origin} would be ignored: there is no --bias")
         if self.lengths is not None:
             self._refuse(("sk",), "--lengths gives the lengths of queries and keys")
@@ -193,9 +197,30 @@ def one_of(option: str, value: str, allowed: Iterable[str]) -> str:
     return value
 
 
-def finite(option: str, value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):
-        raise ValueError(f"{option} must be finite, got {value}")
+def whole(option: str, text: str | None, least: int = 1, most: int = LARGEST) -> int | None:
+    """A whole number; None where the option was not given."""
+    if text is None:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        value = None
+    if value is None or not least <= value <= most:
+        raise ValueError(f"{option} must be a whole number from {least} to {most}, got {text!r}")
+    return value
+
+
+def number(option: str, text: str | None, least: float = -math.inf) -> float | None:
+    """A finite number; None where the option was not given."""
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < least:
+        bound = f" of at least {least:g}" if math.isfinite(least) else ""
+        raise ValueError(f"{option} must be a finite number{bound}, got {text!r}")
     return value
 
 
