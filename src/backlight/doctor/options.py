@@ -103,7 +103,7 @@ class Asked:
             scale=number("--scale", self.scale),
             softcap=number("--softcap", self.softcap),
             bias=self.bias is not None,
-            bias_origin=whole("--bias-origin", self.bias_origin, least=-LARGEST),
+            bias_origin=whole("--bias-origin", self.bias_origin, least=-LARGEST) or 0,
             sink=self.sink,
             tau=self.tau is not None,
             gate=self.gate,

@@ -176,10 +176,10 @@ def _no_exit() -> Iterator[None]:
     """`os._exit` raises in this thread of this process; forked children and other threads leave as ever."""
     leave, here = os._exit, (os.getpid(), threading.get_ident())
 
-    def refuse(code: int) -> NoReturn:
+    def refuse(status: int) -> NoReturn:
         if (os.getpid(), threading.get_ident()) != here:
-            leave(code)
-        raise ProcessExit(code)
+            leave(status)
+        raise ProcessExit(status)
 
     os._exit = refuse
     try:
