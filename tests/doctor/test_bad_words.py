@@ -312,6 +312,27 @@ def test_bad_arguments_of_diagnose_get_a_sentence(arguments, sentence):
     assert caught.traceback[-1].path.name in ("checks.py", "examination.py", "inputs.py", "subject.py", "call.py")
 
 
+AUDITS: list[tuple[dict[str, Any], str]] = [
+    ({"rule": 0.01}, r"rule must be a function rule\(actual, expected\), got float 0.01"),
+    ({"spec": None}, "spec must be an AttentionSpec, got NoneType None"),
+    ({"shape": (0, 1, 8, 8)}, "B of shape must be at least 1, got 0"),
+    ({"kv_heads": 0}, "kv_heads must be at least 1, got 0"),
+    ({"seed": -1}, "seed must be at least 0, got -1"),
+    ({"dtype": torch.int8}, "dtype must be one of .* got torch.int8"),
+    (
+        {"rule": lambda a, b: (a - b).abs() < 1},
+        r"rule must return one truth value or None, got a tensor of shape \(2, 2, 72, 32\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), AUDITS, ids=[sentence[:40] for _, sentence in AUDITS])
+def test_bad_arguments_of_audit_rule_get_a_sentence(arguments, sentence):
+    words = {"rule": torch.equal, "spec": AttentionSpec()} | arguments
+    with pytest.raises((ValueError, TypeError), match=sentence):
+        backlight.doctor.audit_rule(words.pop("rule"), words.pop("spec"), **words)
+
+
 def test_an_unknown_argument_is_named():
     with pytest.raises(TypeError, match="kv_head"):
         backlight.doctor.diagnose(fn, AttentionSpec(), kv_head=2)
@@ -384,5 +405,5 @@ def test_files_that_are_no_captures(never, tmp_path, name, suffix):
 
 def test_there_are_many_of_them():
     assert len(WORDS) + len(ENGINE) + 2 >= 110
-    assert len(CALLS) >= 75
+    assert len(CALLS) + len(AUDITS) >= 80
     assert len(CAPTURES) + 2 * len(FILES) >= 30

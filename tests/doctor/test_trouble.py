@@ -249,6 +249,12 @@ def test_a_kernel_that_hangs_does_not_hang_the_doctor(kernel, tmp_path, how):
     assert report_json.load(tmp_path / "out" / "report.json").headline == report["headline"]
 
 
+def test_a_crash_of_the_process_is_no_verdict_and_shows_its_line(kernel):
+    done = run_here(kernel("    import ctypes; ctypes.string_at(0)\n"), *SMALL)
+    assert done.returncode not in (0, 1, 2)
+    assert re.search(r'naughty\.py", line 4 in fn', done.stderr)
+
+
 def test_calls_that_return_in_time_are_left_alone():
     told = []
     with trouble.patience(0.2, told.append):

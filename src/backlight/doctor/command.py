@@ -244,8 +244,10 @@ def perform(asked: Asked) -> NoReturn:
         try:
             conclude(failed(asked.name, sentence), asked)
         finally:
+            streams.flush()
             os._exit(COULD_NOT_RUN)
 
+    streams.show_crashes()
     outcome = ""
     try:
         case, seconds = asked.case(), asked.seconds

@@ -124,6 +124,7 @@ def try_script(text: str, folder: str | Path | None = None, timeout: float = 300
                 env=os.environ | {"PYTHONPATH": known},
                 capture_output=True,
                 text=True,
+                errors="replace",
                 timeout=timeout,
                 check=False,
             )

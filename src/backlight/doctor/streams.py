@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import sys
 from contextlib import suppress
@@ -20,7 +21,7 @@ class OutputAside:
         self.kept: int | None = None
 
     def __enter__(self) -> OutputAside:
-        _flush()
+        flush()
         self.python = sys.stdout
         # a process without these descriptors has nothing to protect
         with suppress(OSError):
@@ -36,7 +37,7 @@ class OutputAside:
         """As it was before the block; once."""
         if self.python is None:
             return
-        _flush()
+        flush()
         sys.stdout, self.python = self.python, None
         if self.kept is not None:
             os.dup2(self.kept, OUT)
@@ -46,17 +47,24 @@ class OutputAside:
 
 def seal() -> None:
     """Nothing more goes to standard output of this process: subjects leave functions behind that print at exit."""
-    _flush()
+    flush()
     # only a program's own stream, not one that a caller put in its place
     if sys.stdout is sys.__stdout__:
         with suppress(OSError):
             os.dup2(ERR, OUT)
 
 
-def _flush() -> None:
-    for stream in (sys.stdout, sys.__stdout__):
+def show_crashes() -> None:
+    """A segmentation fault cannot be turned into a sentence, but the line it happened in can be shown."""
+    with suppress(OSError, ValueError, AttributeError):
+        if not faulthandler.is_enabled():
+            faulthandler.enable(sys.__stderr__)  # type: ignore[arg-type]
+
+
+def flush() -> None:
+    """Everything printed so far leaves this process, also what compiled code keeps in its own buffers."""
+    for stream in (sys.stdout, sys.__stdout__, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()  # type: ignore[union-attr]
-    # buffers of printf and its relatives
     with suppress(OSError, TypeError, AttributeError):
         ctypes.CDLL(None).fflush(None)
