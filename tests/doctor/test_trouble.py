@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -278,6 +279,16 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_runs(kernel, tmp
     assert f"{option}{tmp_path / 'file' / 'out'}" in unwrapped
     assert "cannotbewritten:" in unwrapped
     assert "must not run" not in result.output
+
+
+def test_a_pipe_gets_one_report_and_no_trial(kernel, tmp_path):
+    pipe, found = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: found.append(pipe.read_text()))
+    reader.start()
+    assert doctor(kernel(GOOD), *SMALL, "--json", str(pipe)).exit_code == 0
+    reader.join(timeout=30)
+    assert json.loads(found[0])["verdict"] == "healthy"
 
 
 def test_a_disk_that_fills_up_meanwhile_is_exit_3_too(kernel, tmp_path, monkeypatch):

@@ -229,6 +229,9 @@ def writable(option: str, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = not path.exists()
+        if not new and not path.is_file() and not path.is_dir():
+            # a pipe: whoever reads it would take our trial for the end
+            return
         with path.open("ab"):
             pass
         if new:
