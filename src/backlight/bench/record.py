@@ -25,7 +25,7 @@ def check(data: Any) -> None:
     """Raises `BadRecord` for the first field that is not what a run writes."""
     _mapping(data, "the record")
     text_fields: dict[str, Check] = {"suite": text, "kind": one_of(KINDS), "status": one_of(STATUSES)}
-    for name, test in (text_fields | {"machine": _mapping, "ceilings": _ceilings, "settings": _settings}).items():
+    for name, test in (text_fields | {"machine": _machine, "ceilings": _ceilings, "settings": _settings}).items():
         test(_field(data, name, ""), name)
     for name in ("cases", "rows", "profiles", "parts"):
         members(_mapping)(data.get(name, []) if name in ("profiles", "parts") else _field(data, name, ""), name)
@@ -49,6 +49,11 @@ def _bad(place: str, wanted: str, value: Any) -> NoReturn:
 def text(value: Any, place: str) -> None:
     if not isinstance(value, str):
         _bad(place, "text", value)
+
+
+def text_or_none(value: Any, place: str) -> None:
+    if value is not None:
+        text(value, place)
 
 
 def number(value: Any, place: str) -> None:
@@ -139,8 +144,17 @@ def _distinct(keys: Iterable[tuple[str, ...]], place: str) -> set[tuple[str, ...
 # --- parts of a record ------------------------------------------------------------------------------------------------------
 
 
+def _machine(value: Any, place: str) -> None:
+    _mapping(value, place)
+    # a run killed before its first case knows neither its machine nor the ceilings of it
+    if not value:
+        return
+    _fields(value, place, {"device": text, "torch": text, "triton": text, "date": text, "commit": text_or_none})
+    own = {"card": text} if value["device"] == "cuda" else {"cpu": text, "cpu_threads": count, "cpu_kernels": text}
+    _fields(value, place, own)
+
+
 def _ceilings(value: Any, place: str) -> None:
-    # a run killed before its first case has none
     required: dict[str, Check] = {"matmul_tflops": values(positive), "copy_tb_s": positive} if value else {}
     _fields(value, place, required)
 
@@ -194,4 +208,8 @@ def _profile(value: Any, place: str) -> None:
     def phase(value: Any, place: str) -> None:
         _fields(value, place, measured | {"parts": members(part)})
 
-    _fields(value, place, named | {"phases": values(phase), "compiled": members(_mapping)})
+    def compiled(value: Any, place: str) -> None:
+        spent: dict[str, Check] = dict.fromkeys(("registers", "spills", "shared_bytes", "warps", "stages"), number_or_none)
+        _fields(value, place, {"kernel": text} | spent)
+
+    _fields(value, place, named | {"phases": values(phase), "compiled": members(compiled)})
