@@ -61,6 +61,9 @@ def refusal(data: dict[str, Any]) -> str | None:
 
 @given(st.sampled_from([(name, path) for name, paths in PLACES.items() for path in paths]), JUNK, st.booleans())
 @example(("plain", ("machine", "cpu")), None, False)
+@example(("plain", ("machine",)), {}, False)
+@example(("plain", ("ceilings",)), {}, False)
+@example(("plain", ("profiles", 0, "compiled", 0, "kernel")), None, True)
 @example(("plain", ("profiles", 0, "phases", "backward", "parts", 1, "share")), "x", False)
 @settings(max_examples=100, deadline=None)
 def test_what_passes_the_check_can_be_shown_and_compared(place, junk, gone):
