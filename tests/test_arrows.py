@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": {"spec", "call", "reference"},
     # the command line is where names become subjects: it may look backends up
     "doctor.command": {"spec", "call", "reference", "registry", "doctor", ""},
+    "doctor.pytest_plugin": {"spec", "doctor", ""},
     "info": {"registry", ""},
     "bench": {"spec", "call", "errors", "config", "cases", "reference", "registry", "doctor", "info", ""},
     "demo": {"spec", "call", "reference", "doctor", "bench", "info", "nn", ""},

@@ -128,6 +128,59 @@ def test_demo_returns_the_verdict_of_its_parts(run, monkeypatch, tmp_path, holds
     assert said in result.output
 
 
+# --- bad words ---------------------------------------------------------------------------------------------------------------
+
+BAD_WORDS = [
+    ("nonsense", 2, "nonsense"),
+    ("--nonsense", 2, "--nonsense"),
+    ("--version=yes", 2, "--version"),
+    ("info extra", 2, "(extra)"),
+    ("info --deep", 2, "--deep"),
+    ("demo nonsense", 2, "no demo part is called 'nonsense'; there are machine, seeds, doctor, train"),
+    ("demo seeds nonsense", 2, "no demo part is called 'nonsense'"),
+    ("demo Seeds", 2, "no demo part is called 'Seeds'"),
+    ("demo [bold]", 2, "no demo part is called '[bold]'"),
+    ("demo --out", 2, "--out"),
+    ("demo seeds --out FILE", 2, "cannot be written: "),
+    ("demo seeds --out FILE/deeper", 2, "cannot be written: "),
+    ("demo --steps 3", 2, "--steps"),
+    # what is handed on keeps the codes of the command it is handed to
+    ("doctor sdpa --seed x", 3, "--seed must be a whole number from 0 to 2147483647, got 'x'"),
+    ("doctor sdpa --nonsense", 3, "--nonsense"),
+    ("doctor nonsense", 3, "no kernel is called 'nonsense'"),
+    ("doctor compare FILE FILE", 3, "is not a report of this version"),
+    ("bench nonsense", 2, "no suite is called 'nonsense'"),
+    ("bench smoke --rounds x", 2, "--rounds must be a whole number from 1 to 1000, got 'x'"),
+    ("bench show FILE", 3, "is not JSON"),
+    ("bench compare FILE FILE", 3, "is not JSON"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "sentence"), BAD_WORDS, ids=[words for words, _, _ in BAD_WORDS])
+def test_bad_words_get_a_sentence(run, monkeypatch, tmp_path, words, code, sentence):
+    monkeypatch.setattr(parts.Part, "run", lambda *_: pytest.fail("the demo was begun"))
+    (tmp_path / "file").write_text("")
+    result = run(*(word.replace("FILE", str(tmp_path / "file")) for word in words.split()))
+    assert result.exit_code == code, result.output
+    assert sentence in " ".join(result.output.replace("│", " ").split())
+    assert "Traceback" not in result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+
+
+@pytest.mark.parametrize("name", ["info", "demo"])
+def test_an_interruption_is_130(run, monkeypatch, tmp_path, name):
+    """click leaves with 1, which for `demo` means that a part failed."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(info, "show", interrupt)
+    monkeypatch.setattr(parts.Part, "run", interrupt)
+    result = run(name, *(["--out", str(tmp_path)] if name == "demo" else []))
+    assert result.exit_code == 130
+    assert "interrupted" in result.output
+
+
 def test_command_line_needs_no_optional_package():
     script = (
         "import sys\n"

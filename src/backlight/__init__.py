@@ -1,9 +1,16 @@
 """backlight: attention whose backward pass you can see."""
 
-from backlight.api import Explanation, attention, attention_varlen, explain
-from backlight.errors import Unsupported
-from backlight.spec import AttentionSpec
-from backlight.survivors import AttentionStatistics, statistics
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from backlight.api import Explanation, attention, attention_varlen, explain
+    from backlight.errors import Unsupported
+    from backlight.spec import AttentionSpec
+    from backlight.survivors import AttentionStatistics, statistics
 
 __version__ = "0.1.0"
 
@@ -18,3 +25,36 @@ __all__ = [
     "explain",
     "statistics",
 ]
+
+HOMES = {
+    "AttentionSpec": "spec",
+    "AttentionStatistics": "survivors",
+    "Explanation": "api",
+    "Unsupported": "errors",
+    "attention": "api",
+    "attention_varlen": "api",
+    "explain": "api",
+    "statistics": "survivors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _load()
+    return globals()[name]
+
+
+def _load() -> None:
+    for name, home in HOMES.items():
+        globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+# pytest imports this package in every run, for its plugin, and most runs need none of it: torch takes seconds. Everywhere else,
+# and where torch is there already, operators are registered and functions found when the import is over
+if "torch" in sys.modules or "_pytest" not in sys.modules:
+    _load()

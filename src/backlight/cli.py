@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from backlight import __version__
 from backlight.demo import parts
 
+INTERRUPTED = 130
+
+
+class Interruptible(TyperGroup):
+    """Ctrl-C leaves with 130; click would leave with 1, which is a verdict for most of our commands."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _console().print("interrupted", style="yellow")
+            raise typer.Exit(INTERRUPTED) from None
+
+
 app = typer.Typer(
+    cls=Interruptible,
     help="Attention whose backward pass you can see.",
     no_args_is_help=True,
     add_completion=False,
@@ -60,8 +76,16 @@ def demo(
     """See it work on this machine: the seed cases against the oracle, and a small model that trains."""
     unknown = [name for name in names or () if name not in parts.NAMES]
     if unknown:
-        _console().print(f"no demo part is called {unknown[0]!r}; there are {', '.join(parts.NAMES)}", style="red")
+        words = f"no demo part is called {unknown[0]!r}; there are {', '.join(parts.NAMES)}"
+        _console().print(words, style="red", markup=False)
         raise typer.Exit(2)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / ".writable").touch()
+        (out / ".writable").unlink()
+    except (OSError, ValueError) as error:
+        _console().print(f"--out {out} cannot be written: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from None
     raise typer.Exit(parts.run(_console(), out, names or parts.NAMES))
 
 

@@ -17,12 +17,13 @@ WORKLOAD = Workload(Case("causal", causal=True), FP32)
 
 
 def results(path: Path) -> Results:
-    return Results(path, "smoke", "speed", machine={}, ceilings={}, settings={})
+    run = Results(path, "smoke", "speed", machine={}, ceilings={}, settings={"contenders": ["backlight", "eager"]})
+    run.add_case(WORKLOAD)
+    return run
 
 
 def test_rows_are_found_again_and_saved(tmp_path: Path) -> None:
     run = results(tmp_path / "deep" / "run.json")
-    run.add_case(WORKLOAD)
     run.row(WORKLOAD, "backlight")["status"] = "ok"
     run.row(WORKLOAD, "backlight")["times"] = {}
     run.save()

@@ -24,7 +24,7 @@ import torch
 import backlight
 from backlight import registry
 from backlight.doctor import inputs, names
-from backlight.doctor.diagnose import Examination
+from backlight.doctor.examination import Examination
 from backlight.doctor.inputs import Problem
 from backlight.doctor.report.model import Report
 from backlight.doctor.subject import Subject

@@ -193,7 +193,7 @@ def test_adapters_refuse_what_their_kernel_lacks(name, features, sentence):
         (["sdpa", "--level", "deep"], "--level must be one of quick, full, forensic"),
         (["sdpa", "--capture", "nowhere.pt"], "no capture file nowhere.pt"),
         (["sdpa", "--frobnicate"], "No such option: --frobnicate"),
-        (["sdpa", "--seed", "x"], "Invalid value for '--seed'"),
+        (["sdpa", "--seed", "x"], "--seed must be a whole number from 0 to 2147483647, got 'x'"),
     ],
 )
 def test_bad_words_get_a_sentence_and_exit_code_3(asked, arguments, sentence):

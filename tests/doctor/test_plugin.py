@@ -10,7 +10,7 @@ import pytest
 
 # pytester forgets modules that its runs import, and an operator library cannot be registered twice
 import backlight.doctor.keep
-import backlight.doctor.pytest_plugin  # noqa: F401
+import backlight.doctor.pytest_plugin
 from backlight.doctor.repro import try_script
 
 pytest_plugins = ["pytester"]
@@ -165,3 +165,60 @@ def test_with_the_real_engine_a_failing_test_leaves_a_script_that_works(pytester
             trial = try_script((folder / "repro.py").read_text(), folder)
             assert trial.reproduced, trial.output
             assert "expected: scale-dk" in trial.output
+
+
+def test_a_report_that_cannot_be_written_leaves_the_run_alone(pytester):
+    """An unwritable folder ended the whole run with an internal error: no result of any test, the passing ones included."""
+    pytester.makefile("", occupied="a file where the reports would go")
+    source = """
+    def test_before(): pass
+    def test_it(doctor): doctor(defect)
+    def test_after(doctor): doctor(healthy)
+    """
+    result = run(pytester, source, "--doctor-report=occupied/reports")
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(["doctor: *::test_it: report not kept: *occupied*"])
+    assert "INTERNALERROR" not in result.stdout.str()
+
+
+def test_a_script_that_cannot_be_written_does_not_take_the_report_with_it(pytester, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(backlight.doctor.capture, "save_capture", full)
+    source = """
+    import torch
+    def test_it(doctor):
+        q = torch.ones(1, 1, 8, 8)
+        doctor(defect, None, q, q, q)
+    """
+    result = run(pytester, source, "--doctor-report=out")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*report kept in *, without a script: *No space left on device*"])
+    assert list((pytester.path / "out").rglob("report.html"))
+
+
+def test_the_plugin_does_not_import_torch(pytester):
+    """Every run of the environment paid 5 s and 210 MB for a fixture that few tests ask for."""
+    pytester.makeconftest("""
+        import sys
+        def pytest_unconfigure():
+            assert sys.modules["backlight.doctor.pytest_plugin"]
+            print("heavy:", sorted({"torch", "numpy", "backlight.api", "typer"} & set(sys.modules)))
+    """)
+    pytester.makepyfile("")
+    result = pytester.runpytest_subprocess(*LOADED, "--co", "-s")
+    result.stdout.fnmatch_lines(["heavy: []"])
+
+
+def test_tests_that_use_torch_find_the_operators_registered(pytester):
+    """The package is loaded early and light; a test that only imports it must still find what an import promises."""
+    pytester.makepyfile("""
+        import backlight
+        import torch
+
+        def test_it():
+            assert torch.ops.backlight.attention
+            assert backlight.attention(*torch.zeros(3, 1, 1, 4, 8)).shape == (1, 1, 4, 8)
+    """)
+    pytester.runpytest_subprocess(*LOADED).assert_outcomes(passed=1)

@@ -160,9 +160,27 @@ FINDING = Finding("scale-dk", 'dk is "too large" by a constant.')
 )
 def test_scripts_parse_and_say_what_they_need(case):
     text = repro.script(case, "kernel.py:fn", FINDING, ["B 4 -> 2"], layout="BSHD")
-    assert ast.get_docstring(ast.parse(text)).startswith("dk is 'too large' by a constant. [scale-dk]")
+    assert ast.get_docstring(ast.parse(text)).startswith('dk is "too large" by a constant. [scale-dk]')
     for wanted in ("'kernel.py:fn'", "'scale-dk'", "layout='BSHD'", "B 4 -> 2", str(case.dtype).removeprefix("torch.")):
         assert wanted in text
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        r"C:\Users\me\kernel.py:fn",
+        r"/home/\Ursula/\N{x}/kernel.py:fn",
+        '/a/"""b"""/k.py:fn',
+        "/new\nline/k.py:fn",
+        "/it's/k.py:fn",
+    ],
+)
+def test_any_path_makes_a_script_that_parses(subject):
+    r"""A home with \U in its path made repro.py a syntax error: the path stood raw in the docstring."""
+    tree = ast.parse(repro.script(Case(), subject, FINDING))
+    (assigned,) = [node for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "SUBJECT"]
+    assert ast.literal_eval(assigned.value) == subject
+    assert f"Examined: {subject}" in ast.get_docstring(tree, clean=False)
 
 
 def test_a_script_is_tried_in_a_fresh_process():

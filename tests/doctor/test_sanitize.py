@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 import backlight
-from backlight.doctor import command, sanitize
+from backlight.doctor import checks, command, sanitize
 from backlight.doctor.case import Case
 from backlight.doctor.report.model import Finding, Report
 from backlight.spec import AttentionSpec
@@ -165,6 +165,8 @@ def test_the_option_reaches_it(tool, kernel, monkeypatch: pytest.MonkeyPatch) ->
     result = CliRunner().invoke(command.app, [kernel, "--sanitize", "--shape", "1,2,24,16", "--dtype", "fp32"])
     assert result.exit_code == 0
     assert "compute-sanitizer watches CUDA kernels" in " ".join(result.output.split())
+    # engine and tool are stand-ins, and so is the device
+    monkeypatch.setattr(checks, "usable_device", lambda device: device)
     result = CliRunner().invoke(
         command.app, [kernel, "--sanitize", "--shape", "1,2,24,16", "--dtype", "fp32", "--device", "cuda"]
     )

@@ -1,9 +1,15 @@
-"""`backlight bench`: run a suite, profile a case, compare two records, draw one, list what there is."""
+"""`backlight bench`: run a suite, profile a case, compare two records, draw one, list what there is.
+
+Exit codes: 0 done, 1 something became slower or was lost, 2 bad arguments, 3 a file is no record, 4 records that cannot be
+compared, 130 interrupted.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +21,8 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 DEFAULT = "run"
+SLOWER, BAD_ARGUMENTS, BAD_RECORD, NOT_COMPARABLE, INTERRUPTED = 1, 2, 3, 4, 130
+MOST_ROUNDS, MOST_WORKERS = 1000, 256
 LOG_WIDTH = 200
 MOST_PROCESSES = 12
 # the step of each case that a log, which has no live line, tells about
@@ -28,10 +36,24 @@ class _RunByDefault(TyperGroup):
         known = (*self.commands, "--help")
         return super().parse_args(ctx, args if args and args[0] in known else [DEFAULT, *args])
 
+    def invoke(self, ctx: Any) -> Any:
+        from backlight.bench.record import BadRecord
+
+        try:
+            return super().invoke(ctx)
+        except BadRecord as error:
+            raise _fail(error, BAD_RECORD) from None
+        except KeyboardInterrupt:
+            # click would leave with 1, our code for "slower"
+            _console().print("interrupted", style="yellow")
+            raise typer.Exit(INTERRUPTED) from None
+
 
 app = typer.Typer(
     cls=_RunByDefault,
     help="Measure speed and memory beside the peers, every contender judged against the oracle first.",
+    epilog="Exit codes: 0 done, 1 something became slower or was lost, 2 bad arguments, 3 a file is no record, "
+    "4 records that cannot be compared, 130 interrupted.",
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
@@ -45,9 +67,9 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=LOG_WIDTH)
 
 
-def _fail(error: Exception) -> typer.Exit:
-    _console().print(str(error), style="red")
-    return typer.Exit(2)
+def _fail(error: Exception | str, code: int = BAD_ARGUMENTS) -> typer.Exit:
+    _console().print(str(error), style="red", markup=False, soft_wrap=True)
+    return typer.Exit(code)
 
 
 def _device(name: str) -> torch.device:
@@ -57,9 +79,38 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"--device must be auto or a torch device such as cpu or cuda:0, got {name!r}") from None
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
+        raise ValueError(f"--device must be auto, cpu or cuda, got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda was asked for, and torch sees no CUDA device")
+        raise ValueError(f"--device {name} was asked for, and torch sees no CUDA device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {name} was asked for, and torch sees {torch.cuda.device_count()} CUDA devices")
     return _current(device)
+
+
+def _refuse_ignored(context: typer.Context, names: tuple[str, ...], reason: str) -> None:
+    """Options that stood on the command line and would have no effect."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            shown = "SUITE" if name == "suite" else f"--{name}"
+            raise ValueError(f"{shown} {context.params[name]} would be ignored: {reason}")
+
+
+def _check_words(context: typer.Context, contenders: str) -> None:
+    if context.params["profile"]:
+        _refuse_ignored(context, ("suite", "rounds", "quick", "resume", "seconds"), "--profile takes one case apart")
+    if context.params["resume"] is not None:
+        _refuse_ignored(context, ("suite", "contenders", "rounds", "quick", "out"), "--resume goes on as the record began")
+    if contenders and not contenders.replace(",", " ").strip():
+        raise ValueError(f"--contenders names nobody, got {contenders!r}")
+
+
+def _writable(option: str, folder: Path) -> None:
+    """Better before hours of measuring than after."""
+    from backlight.doctor.options import writable
+
+    writable(option, folder / "x.partial")
 
 
 def _current(device: torch.device) -> torch.device:
@@ -73,12 +124,13 @@ def _current(device: torch.device) -> torch.device:
 
 @app.command(DEFAULT)
 def run(
+    context: typer.Context,
     suite: Annotated[str, typer.Argument(help="plain, variants, terms, cpu, smoke, memory or overhead.")] = "smoke",
     device: DeviceOption = "auto",
     contenders: Annotated[str, typer.Option(help="Names to race, with commas; the suite's own choice by default.")] = "",
     out: OutOption = Path("benchmarks/results"),
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds over all contenders; the suite's own number by default.")
+        str | None, typer.Option(metavar="N", help="Rounds over all contenders; the suite's own number by default.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer lengths and shorter measurements.")] = False,
     plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw the pictures beside the JSON.")] = True,
@@ -88,36 +140,49 @@ def run(
         typer.Option(exists=True, dir_okay=False, help="Measure the cases this record lacks, with its suite and settings."),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(min=1, help="Stop after so long; the record says so and can be resumed.")
+        str | None, typer.Option(metavar="S", help="Stop after so long; the record says so and can be resumed.")
     ] = None,
     processes: Annotated[
-        int, typer.Option(min=0, help="Compile ahead in so many processes, on CUDA; 0 = each contender in its turn.")
-    ] = max(0, min(MOST_PROCESSES, (os.cpu_count() or 1) - 2)),
+        str, typer.Option(metavar="N", help="Compile ahead in so many processes, on CUDA; 0 = each contender in its turn.")
+    ] = str(max(0, min(MOST_PROCESSES, (os.cpu_count() or 1) - 2))),
 ) -> None:
     """Run SUITE and write its JSON, table and pictures."""
     from backlight.bench import machine, peers, suites
+    from backlight.bench.record import BadRecord
     from backlight.bench.results import load
     from backlight.bench.resume import CannotResume
     from backlight.bench.step import Settings
     from backlight.bench.table import render
+    from backlight.doctor.options import number, whole
 
     try:
+        _check_words(context, contenders)
+        chosen_rounds = whole("--rounds", rounds, most=MOST_ROUNDS)
+        limit, workers = number("--seconds", seconds, least=1.0), whole("--processes", processes, least=0, most=MOST_WORKERS)
         chosen_device = _device(device)
         wanted = tuple(name.strip() for name in contenders.split(",") if name.strip())
         folder = out / machine.device_name(chosen_device)
         if profile:
-            _profile(suites.find(profile, chosen_device), peers.select(wanted or ("backlight",)), chosen_device, folder, plot)
+            workload, racing = suites.find(profile, chosen_device), peers.select(wanted or ("backlight",))
+            _writable("--out", folder)
+            _profile(workload, racing, chosen_device, folder, plot)
             return
         earlier = None if resume is None else load(resume)
         if earlier is not None:
-            suite, quick, rounds = earlier["suite"], earlier["settings"]["quick"], earlier["settings"]["rounds"]
+            lacking = [name for name in ("quick", "rounds") if name not in earlier["settings"]]
+            if lacking or earlier["suite"] not in suites.SUITES:
+                raise BadRecord(f"{resume} is no record of a suite: {lacking[0] if lacking else earlier['suite']!r} is unknown")
+            suite, quick, chosen_rounds = earlier["suite"], earlier["settings"]["quick"], earlier["settings"]["rounds"]
             wanted = tuple(earlier["settings"]["contenders"])
         chosen = suites.suite(suite, chosen_device, quick)
         adapters = peers.select(wanted or chosen.contenders)
         path = folder / f"{chosen.name}-{machine.stamp()}.json" if resume is None else resume
+        _writable("--out" if resume is None else "--resume", path.parent)
+    except BadRecord:
+        raise
     except ValueError as error:
         raise _fail(error) from None
-    settings = Settings(rounds or chosen.rounds, quick or chosen.hasty, seconds=seconds, processes=processes)
+    settings = Settings(chosen_rounds or chosen.rounds, quick or chosen.hasty, seconds=limit, processes=workers or 0)
     try:
         data = _run_suite(chosen, adapters, chosen_device, path, settings, earlier)
     except CannotResume as error:
@@ -127,10 +192,10 @@ def run(
     if plot:
         _draw(data, path)
     if data["status"] == "stopped":
-        words = f"stopped after {seconds:.0f} s; go on with: backlight bench --resume {path}"
+        words = f"stopped after {limit:.0f} s; go on with: backlight bench --resume {path}"
         _console().print(words, style="yellow", soft_wrap=True)
     elif data["status"] != "complete":
-        raise typer.Exit(130)
+        raise typer.Exit(INTERRUPTED)
 
 
 def _run_suite(
@@ -194,21 +259,30 @@ def compare(
     old: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="The earlier record.")],
     new: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="The later record.")],
 ) -> None:
-    """Name what became slower beyond the spread of both runs; exit code 1 when something did."""
+    """Name what became slower beyond the spread of both runs.
+
+    Exit code 1 when something did; 4 when the records have nothing in common or are of different devices.
+    """
     from backlight.bench import regress
     from backlight.bench.results import load
     from backlight.bench.table import show_changes
 
-    try:
-        before, after = load(old), load(new)
-    except ValueError as error:
-        raise _fail(error) from None
+    before, after = load(old), load(new)
     for reason in regress.comparable(before, after):
-        _console().print(reason, style="yellow")
+        _console().print(reason, style="yellow", markup=False)
     found, gone = list(regress.changes(before, after)), regress.lost(before, after)
+    if not found and not gone:
+        suites = f"{before['suite']} with {len(before['rows'])} rows and {after['suite']} with {len(after['rows'])}"
+        raise _fail(f"the records have no time in common ({suites}): there is nothing to compare", NOT_COMPARABLE)
     show_changes(_console(), found, gone)
+    untried = regress.gone_without_a_try(before, after)
+    if untried:
+        _console().print(f"{untried} of the earlier rows with times are not in the later record", style="yellow")
+    elsewhere = regress.other_device(before, after)
+    if elsewhere:
+        raise _fail(f"{elsewhere}; their times say nothing about the code", NOT_COMPARABLE)
     if gone or any(change.slower for change in found):
-        raise typer.Exit(1)
+        raise typer.Exit(SLOWER)
 
 
 @app.command("plot")
@@ -219,11 +293,24 @@ def plot_record(
     """Draw the pictures of a record again."""
     from backlight.bench.results import load
 
+    data = load(file)
     try:
-        data = load(file)
+        _writable("--out" if out is not None else "the folder", file.parent if out is None else out)
     except ValueError as error:
         raise _fail(error) from None
-    _draw(data, file if out is None else out / file.name)
+    with _readable(file):
+        _draw(data, file if out is None else out / file.name)
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """What a table or a picture misses in a record that is otherwise in order."""
+    from backlight.bench.record import BadRecord
+
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise BadRecord(f"{file} lacks something that is to be shown: {type(error).__name__} {error}") from error
 
 
 @app.command("list")
@@ -251,7 +338,6 @@ def show_record(file: Annotated[Path, typer.Argument(exists=True, dir_okay=False
     from backlight.bench.results import load
     from backlight.bench.table import render
 
-    try:
-        _console().print(render(load(file)))
-    except ValueError as error:
-        raise _fail(error) from None
+    data = load(file)
+    with _readable(file):
+        _console().print(render(data))

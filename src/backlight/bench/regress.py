@@ -62,6 +62,20 @@ def lost(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str, str]]
     return gone
 
 
+def gone_without_a_try(old: dict[str, Any], new: dict[str, Any]) -> int:
+    """How many rows of the old run have a time and no row at all in the new one: about those nothing is said."""
+    tried = {(row["case"], row["contender"]) for row in new["rows"]}
+    return sum(row["status"] in TIMED and (row["case"], row["contender"]) not in tried for row in old["rows"])
+
+
+def other_device(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """Why times of the two runs say nothing about the code: they were taken on different devices; '' when they were not."""
+    was, now = old["machine"], new["machine"]
+    names = ("device", "cpu" if "cpu" in (was.get("device"), now.get("device")) else "card")
+    differ = [f"{name} {was.get(name)} and {now.get(name)}" for name in names if was.get(name) != now.get(name)]
+    return f"the records are of different devices: {', '.join(differ)}" if differ else ""
+
+
 def comparable(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """What makes the two runs hard to compare, in words."""
     names = ("card", "cpu", "cpu_threads", "torch", "triton", "driver", "power_cap_w")

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from backlight.bench.record import BadRecord, check
 from backlight.bench.workload import Workload
 
 SCHEMA = 1
@@ -115,14 +116,20 @@ def describe(workload: Workload) -> dict[str, Any]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A recorded run; ValueError with one sentence when the file is something else."""
+    """A recorded run; `BadRecord` with one sentence when the file is something else, cut short or changed by hand."""
     try:
-        data = json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadRecord(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise BadRecord(f"{path} is not JSON: {error}") from None
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise ValueError(f"{path} must be a bench result of schema {SCHEMA}, got {found!r}")
+        raise BadRecord(f"{path} must be a bench result of schema {SCHEMA}, got {found!r:.60}")
+    try:
+        check(data)
+    except BadRecord as error:
+        raise BadRecord(f"{path}: {error}") from None
     return data
 
 

@@ -42,14 +42,16 @@ def ratio(
 def render(data: dict[str, Any]) -> Group:
     """Tables of a run and the footnotes that explain empty cells."""
     tables = [_memory_table(data)] if data["kind"] == MEMORY else [*_speed_tables(data), *_cost_tables(data)]
-    head = f"{machine_line(data['machine'])}\n{_ceilings(data)}"
-    return Group(Text(head, style="dim"), *tables, *_footnotes(data))
+    # a run killed before its first case knows neither
+    head = [machine_line(data["machine"])] if data["machine"] else []
+    head += [_ceilings(data)] if data["ceilings"] else []
+    return Group(Text("\n".join(head), style="dim"), *tables, *_footnotes(data))
 
 
 def unit(data: dict[str, Any]) -> tuple[str, float]:
     """(name, factor on TFLOP/s) that keeps the figures of this run readable."""
     rates = [rate for row in data["rows"] for rate in row.get("tflops", {}).values()]
-    largest = max(rates or data["ceilings"]["matmul_tflops"].values())
+    largest = max(rates or data["ceilings"].get("matmul_tflops", {}).values(), default=1.0)
     return ("TFLOP/s", 1.0) if largest >= 1 else ("GFLOP/s", 1e3)
 
 

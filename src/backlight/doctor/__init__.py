@@ -5,10 +5,39 @@ doctor.assert_healthy(fn, AttentionSpec(causal=True))
 doctor.audit_rule(rule, AttentionSpec(causal=True))
 """
 
-from backlight.doctor.audit import AuditResult, audit_rule
-from backlight.doctor.diagnose import diagnose, run_once
-from backlight.doctor.health import Unhealthy, assert_healthy
-from backlight.doctor.report.model import Report
-from backlight.doctor.subject import Subject
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from backlight.doctor.audit import AuditResult, audit_rule
+    from backlight.doctor.examination import diagnose, run_once
+    from backlight.doctor.health import Unhealthy, assert_healthy
+    from backlight.doctor.report.model import Report
+    from backlight.doctor.subject import Subject
+
+# imported when asked for: pytest loads the plugin beside this file in every run, and most runs examine nothing
+HOMES = {
+    "AuditResult": "audit",
+    "Report": "report.model",
+    "Subject": "subject",
+    "Unhealthy": "health",
+    "assert_healthy": "health",
+    "audit_rule": "audit",
+    "diagnose": "examination",
+    "run_once": "examination",
+}
 
 __all__ = ["AuditResult", "Report", "Subject", "Unhealthy", "assert_healthy", "audit_rule", "diagnose", "run_once"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

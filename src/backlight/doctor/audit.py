@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight.doctor import inputs
+from backlight.doctor import checks, inputs
 from backlight.doctor.catalogue import DEFECTS
 from backlight.doctor.mutants import Mutant, run
 from backlight.spec import AttentionSpec
@@ -55,6 +55,10 @@ def audit_rule(
             value, or raise AssertionError (as torch.testing.assert_close does); None counts as a pass.
     spec:   the problem; defects that cannot occur with it are left out.
     """
+    if not callable(rule):
+        raise TypeError(f"rule must be a function rule(actual, expected), got {type(rule).__name__} {rule!r:.60}")
+    checks.check_spec(spec)
+    checks.check_seed(seed)
     problem = inputs.make(spec, shape, kv_heads=kv_heads, dtype=dtype, seed=seed)
     correct = _outputs(Mutant(), problem)
     reference = {n: problem.truth["y" if n == "o" else n].to(x.dtype) for n, x in correct.items()}
@@ -95,6 +99,10 @@ def _accepts(rule: Rule, actual: dict[str, Tensor], expected: dict[str, Tensor])
             verdict = rule(x, expected[name])
         except AssertionError:
             return False
+        if isinstance(verdict, Tensor) and verdict.numel() != 1:
+            raise TypeError(
+                f"rule must return one truth value or None, got a tensor of shape {tuple(verdict.shape)} for {name}"
+            )
         if verdict is not None and not bool(verdict):
             return False
     return True

@@ -35,12 +35,15 @@ def load_capture(path: str | Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"no capture file {path}")
     read = _read_safetensors if path.suffix == ".safetensors" else _read_pt
-    stored = {str(name).lower(): value for name, value in read(path).items() if isinstance(value, Tensor)}
+    tensors = {str(name): value for name, value in read(path).items() if isinstance(value, Tensor)}
+    stored = {name.lower(): value for name, value in tensors.items()}
     found = {}
     for name, spellings in NAMES.items():
-        match = next((spelling for spelling in spellings if spelling in stored), None)
-        if match is not None:
-            found[name] = stored[match].detach()
+        matches = [spelled for spelled in tensors if spelled.lower() in spellings]
+        if len(matches) > 1:
+            raise ValueError(f"{path} holds {name} more than once, as {' and '.join(sorted(matches))}: keep one of them")
+        if matches:
+            found[name] = tensors[matches[0]].detach()
     missing = [name for name in REQUIRED if name not in found]
     if missing:
         raise ValueError(f"{path} holds no {', '.join(missing)}; its tensors are {', '.join(sorted(stored)) or 'none'}")
@@ -61,7 +64,8 @@ def _read_pt(path: Path) -> Mapping[str, Any]:
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise ValueError(f"{path} could not be read as a dict of tensors: {str(error).splitlines()[0]}") from error
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path} could not be read as a dict of tensors: {said}") from error
     if not isinstance(stored, Mapping):
         raise ValueError(f"{path} holds a {type(stored).__name__}; expected a dict with q, k, v and more")
     return stored

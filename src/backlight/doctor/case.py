@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backlight.doctor import checks
 from backlight.spec import AttentionSpec
 
 TERMS = ("bias", "sink", "tau", "gate")
@@ -52,6 +53,12 @@ class Case:
             rows = {name: x.transpose(0, 1)[None] for name, x in tensors.items() if x.dim() == 3}
             tensors = tensors | rows
         q, k, v = tensors["q"], tensors["k"], tensors["v"]
+        checks.check_qkv(q, k, v)
+        if "do" in tensors:
+            checks.check_like_output("do", tensors["do"], q, v)
+        for term in TERMS:
+            if term in tensors:
+                checks.check_term(term, tensors[term], q, v)
         return Case(
             spec=spec.replace(**{term: True for term in TERMS if term in tensors}),
             shape=(q.shape[0], q.shape[1], q.shape[2], q.shape[3]),
@@ -68,14 +75,14 @@ class Case:
         shared = {"level": self.level, "seed": self.seed, "device": self.device}
         if self.tensors is not None:
             moved = {name: x.to(self.device) for name, x in self.narrowed().items()}
-            return shared | {"recipe": "captured"} | moved | self._boundaries()
+            return shared | {"recipe": "captured"} | self._drawn_terms() | moved | self._boundaries()
         drawn: dict[str, Any] = {"recipe": self.recipe, "shape": self.shape, "dtype": self.dtype}
         drawn |= {name: getattr(self, name) for name in ("kv_heads", "sk", "dv") if getattr(self, name) is not None}
-        if self.spec.bias and self.bias is not None:
-            drawn["bias"] = self.bias
-        if self.spec.tau and self.tau is not None:
-            drawn["tau"] = self.tau
-        return shared | drawn | self._boundaries()
+        return shared | drawn | self._drawn_terms() | self._boundaries()
+
+    def _drawn_terms(self) -> dict[str, Any]:
+        chosen = {"bias": self.bias if self.spec.bias else None, "tau": self.tau if self.spec.tau else None}
+        return {name: value for name, value in chosen.items() if value is not None}
 
     def _boundaries(self) -> dict[str, Any]:
         if self.lengths is not None:
@@ -90,7 +97,7 @@ class Case:
         """The captured tensors cut to this case's shape, learned terms only where the spec still has them."""
         assert self.tensors is not None
         b, h, s, d = self.shape
-        kv, sk, dv = self.kv_heads or h, self.sk or s, self.dv or d
+        kv, sk, dv = (own if size is None else size for size, own in ((self.kv_heads, h), (self.sk, s), (self.dv, d)))
         ends: dict[str, tuple[int, ...]] = {
             "q": (b, h, s, d),
             "k": (b, kv, sk, d),

@@ -1,10 +1,12 @@
 """`backlight doctor`: examine a kernel, show what was found, keep the evidence.
 
-Exit codes: 0 healthy, 1 defect, 2 loss of precision only, 3 could not run (bad arguments included).
+Exit codes: 0 healthy, 1 defect, 2 loss of precision only, 3 could not run (bad arguments included), 130 interrupted. Whatever
+the subject does, none of the first three is given without an examination that reached its end.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,18 +18,17 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from backlight.doctor.options import absolute, one_of, pair, sizes
+from backlight.doctor import streams, trouble
+from backlight.doctor.options import DTYPES, Asked, absolute
 
 if TYPE_CHECKING:
     from backlight.doctor.case import Case
     from backlight.doctor.report.model import Report
     from backlight.doctor.subject import Subject
 
-COULD_NOT_RUN = 3
+COULD_NOT_RUN, INTERRUPTED = 3, 130
 REPORT_WIDTH = 100
-LEVELS = ("quick", "full", "forensic")
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-LAYOUTS = ("auto", "BHSD", "BSHD", "packed")
+TIMEOUT = "300"
 # typer carries its own copy of click in some versions, so the base class is reached through typer's public exception
 UsageError: Any = typer.BadParameter.__base__
 
@@ -37,7 +38,7 @@ EXAMINATION = partial(typer.Option, rich_help_panel="Examination")
 
 EPILOG = """Examples: [bold]backlight doctor sdpa --causal[/] | [bold]my_kernel.py:fn --window 95,0 --report out[/] |
 [bold]demo:window+1[/] | [bold]compare old.json new.json[/]. Exit codes: 0 healthy, 1 defect, 2 loss of precision only,
-3 could not run."""
+3 could not run, 130 interrupted."""
 
 
 class DoctorGroup(TyperGroup):
@@ -58,6 +59,10 @@ class DoctorGroup(TyperGroup):
             # click's own code for a usage error is our code for a loss of precision
             error.exit_code = COULD_NOT_RUN
             raise
+        except KeyboardInterrupt:
+            # click would leave with 1, our code for a defect
+            wide_console(stderr=True).print("interrupted", style="yellow")
+            raise typer.Exit(INTERRUPTED) from None
 
 
 app = typer.Typer(cls=DoctorGroup, add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
@@ -65,27 +70,28 @@ app = typer.Typer(cls=DoctorGroup, add_completion=False, rich_markup_mode="rich"
 
 @app.command(epilog=EPILOG)
 def examine(
+    context: typer.Context,
     subject: Annotated[
         str | None,
         typer.Argument(metavar="SUBJECT", help="A name (see --list), path.py:function, module:function, or demo:DEFECT."),
     ] = None,
     causal: Annotated[bool, ATTENTION("--causal", help="Hide keys after the row's own position.")] = False,
     window: Annotated[str | None, ATTENTION(metavar="L,R", help="Reach around the row's own position; * is unbounded.")] = None,
-    scale: Annotated[float | None, ATTENTION(help="Factor on q.k; default D ** -0.5.")] = None,
-    softcap: Annotated[float | None, ATTENTION(help="c in c * tanh(score / c).")] = None,
-    bias: Annotated[int | None, ATTENTION(metavar="N", help="Learned bias by distance, N columns.")] = None,
-    bias_origin: Annotated[int, ATTENTION(help="Column of distance 0.")] = 0,
+    scale: Annotated[str | None, ATTENTION(metavar="X", help="Factor on q.k; default D ** -0.5.")] = None,
+    softcap: Annotated[str | None, ATTENTION(metavar="X", help="c in c * tanh(score / c).")] = None,
+    bias: Annotated[str | None, ATTENTION(metavar="N", help="Learned bias by distance, N columns.")] = None,
+    bias_origin: Annotated[str, ATTENTION(metavar="N", help="Column of distance 0.")] = "0",
     sink: Annotated[bool, ATTENTION("--sink", help="Learned logit in the denominator.")] = False,
-    tau: Annotated[float | None, ATTENTION(metavar="X", help="Elastic softmax with this tau.")] = None,
+    tau: Annotated[str | None, ATTENTION(metavar="X", help="Elastic softmax with this tau.")] = None,
     gate: Annotated[bool, ATTENTION("--gate", help="Output times sigmoid(gate).")] = False,
     shape: Annotated[str, INPUTS(metavar="B,H,S,D", help="Batch, query heads, query length, head size.")] = "2,4,200,64",
-    kv_heads: Annotated[int | None, INPUTS(help="Key/value heads, if fewer.")] = None,
-    sk: Annotated[int | None, INPUTS(help="Key length, if different.")] = None,
-    dv: Annotated[int | None, INPUTS(help="Value head size, if different.")] = None,
+    kv_heads: Annotated[str | None, INPUTS(metavar="N", help="Key/value heads, if fewer.")] = None,
+    sk: Annotated[str | None, INPUTS(metavar="N", help="Key length, if different.")] = None,
+    dv: Annotated[str | None, INPUTS(metavar="N", help="Value head size, if different.")] = None,
     lengths: Annotated[str | None, INPUTS(metavar="S1,S2,...", help="Packed sequences of these lengths.")] = None,
     dtype: Annotated[str, INPUTS(help=", ".join(DTYPES) + ".")] = "bf16",
     recipe: Annotated[str, INPUTS(help="gaussian, peaky (saturated rows), dominant (one key), low_lse.")] = "gaussian",
-    seed: Annotated[int, INPUTS(help="Seed of the inputs.")] = 0,
+    seed: Annotated[str, INPUTS(metavar="N", help="Seed of the inputs.")] = "0",
     capture: Annotated[Path | None, INPUTS(help="Replay tensors saved as .pt or .safetensors.")] = None,
     device: Annotated[str, INPUTS(help="Where the kernel runs.")] = "cpu",
     layout: Annotated[str, INPUTS(help="What the kernel reads: auto, BHSD, BSHD, packed.")] = "auto",
@@ -99,6 +105,9 @@ def examine(
     sanitize: Annotated[
         bool, EXAMINATION("--sanitize", help="Also run the kernel once under each tool of compute-sanitizer (CUDA).")
     ] = False,
+    timeout: Annotated[
+        str, EXAMINATION(metavar="SECONDS", help="Give up when one call of the kernel takes longer; 0 = never.")
+    ] = TIMEOUT,
     demo: Annotated[str | None, EXAMINATION(metavar="NAME", help="Examine a deliberately broken kernel.")] = None,
     list_: Annotated[bool, EXAMINATION("--list", help="List kernels, demos and the defect catalogue.")] = False,
 ) -> None:
@@ -106,66 +115,16 @@ def examine(
 
     Also: [bold]backlight doctor compare OLD.json NEW.json[/] tells what got better or worse between two reports.
     """
-    from backlight.doctor import lists, stories
+    words = {name: value for name, value in locals().items() if name != "context"}
+    asked = Asked(typed=typed(context), **words)
+    if asked.list_:
+        from backlight.doctor import lists
 
-    console = wide_console()
-    if list_:
-        lists.show(console, own_kernels())
+        lists.show(wide_console(), own_kernels())
         raise typer.Exit
-    if demo is not None:
-        subject = f"demo:{demo}"
-    if subject is None:
+    if not asked.name:
         raise typer.BadParameter("name a kernel, or use --demo NAME or --list")
-    try:
-        spec_settings = {
-            "causal": causal,
-            "window": pair(window),
-            "scale": scale,
-            "softcap": softcap,
-            "bias": bias is not None,
-            "bias_origin": bias_origin,
-            "sink": sink,
-            "tau": tau is not None,
-            "gate": gate,
-        }
-        case = make_case(
-            spec_settings,
-            capture,
-            shape=sizes("--shape", shape, 4),
-            kv_heads=kv_heads,
-            sk=sk,
-            dv=dv,
-            lengths=None if lengths is None else sizes("--lengths", lengths),
-            dtype=one_of("--dtype", dtype, DTYPES),
-            recipe=recipe,
-            seed=seed,
-            level=one_of("--level", level, LEVELS),
-            device=device,
-            bias=bias,
-            tau=tau,
-        )
-        layout = one_of("--layout", layout, LAYOUTS)
-        if subject.startswith("demo:"):
-            case, against = stories.prepare(subject.removeprefix("demo:"), case, against)
-            tell(subject.removeprefix("demo:"), wide_console(stderr=True))
-        run = examiner(subject, case, layout, against)
-        with Console(stderr=True).status(f"examining {subject} ({case.level})"):
-            found = run(case)
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-        conclude(failed(subject, error), report, json, console)
-    if (report is not None or case.level == "forensic") and found.verdict in ("defect", "precision"):
-        from backlight.doctor import keep
-
-        with Console(stderr=True).status("shrinking the case and running its script once"):
-            outcome = keep.reproduce(found, case, absolute(subject), run, report, layout)
-    else:
-        outcome = ""
-    if sanitize or (case.level == "forensic" and case.device.startswith("cuda")):
-        from backlight.doctor.sanitize import sanitize as watch_memory
-
-        with Console(stderr=True).status("running the kernel once under each tool of compute-sanitizer"):
-            watch_memory(found, case, absolute(subject), layout)
-    conclude(found, report, json, console, outcome)
+    perform(asked)
 
 
 @app.command()
@@ -173,13 +132,13 @@ def compare(
     old: Annotated[Path, typer.Argument(help="A report as JSON.")],
     new: Annotated[Path, typer.Argument(help="A later report as JSON.")],
 ) -> None:
-    """What got better or worse between two reports; exit code 1 when something got worse."""
+    """What got better or worse between two reports; exit code 1 when something got worse, 3 when neither judged anything."""
     from backlight.doctor.report import json
 
     console = wide_console()
     try:
         before, after = json.load(old), json.load(new)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         console.print(Text(str(error), style="red"))
         raise typer.Exit(COULD_NOT_RUN) from error
     result = json.compare(before, after)
@@ -190,6 +149,9 @@ def compare(
         for line in getattr(result, label):
             table.add_row(Text(label.removesuffix("s"), style=style), Text(line))
     console.print(table if table.row_count else Text("no difference"))
+    if before.exit_code == after.exit_code == COULD_NOT_RUN:
+        console.print(Text("neither examination could run: there is nothing to compare", style="red"))
+        raise typer.Exit(COULD_NOT_RUN)
     raise typer.Exit(result.exit_code)
 
 
@@ -213,11 +175,16 @@ def resolve(subject: str, layout: str = "auto") -> Subject:
     from backlight.doctor import names, stories
     from backlight.doctor.subject import Subject
 
+    own = subject == "backlight" or subject in registry.names()
+    if subject in names.NAMED or subject.startswith("sdpa:") or own:
+        reads = ("auto", "BHSD", "packed") if own else ("auto", "BHSD")
+        if layout not in reads:
+            raise ValueError(f"--layout is for functions of yours: {subject} reads {' or '.join(reads[1:])}, got {layout!r}")
     if subject in names.NAMED or subject.startswith("sdpa:"):
         return Subject(names.named(subject), layout="BHSD", name=subject)
     if subject.startswith("demo:"):
         return stories.subject_of(subject.removeprefix("demo:"))
-    if subject == "backlight" or subject in registry.names():
+    if own:
         return names.own(subject, backlight.attention, backlight.attention_varlen, layout)
     if ":" not in subject:
         known = [*names.NAMED, "backlight", *registry.names()]
@@ -237,8 +204,10 @@ def own_kernels() -> list[tuple[str, str]]:
 def examiner(subject: str, case: Case, layout: str = "auto", against: str | None = None) -> Callable[[Case], Report]:
     """A function that examines the named subject with a case; names are resolved once."""
     from backlight.doctor import diagnose
+    from backlight.doctor.names import NAMED
 
-    target = resolve(subject, "packed" if case.packed and layout == "auto" else layout)
+    packs = case.packed and layout == "auto" and subject not in NAMED and not subject.startswith(("sdpa:", "demo:"))
+    target = resolve(subject, "packed" if packs else layout)
     reference = None if against is None else resolve(against)
 
     def run(case: Case) -> Report:
@@ -247,20 +216,6 @@ def examiner(subject: str, case: Case, layout: str = "auto", against: str | None
         return report
 
     return run
-
-
-def make_case(spec_settings: dict[str, Any], capture: Path | None, **settings: Any) -> Case:
-    import torch
-
-    from backlight.doctor.capture import load_capture
-    from backlight.doctor.case import Case
-    from backlight.spec import AttentionSpec
-
-    spec = AttentionSpec(**spec_settings)
-    if capture is not None:
-        chosen = {name: settings[name] for name in ("seed", "level", "device")}
-        return Case.captured(load_capture(capture), spec, **chosen)
-    return Case(spec=spec, **settings | {"dtype": getattr(torch, DTYPES[settings["dtype"]])})
 
 
 def tell(name: str, console: Console) -> None:
@@ -273,27 +228,97 @@ def tell(name: str, console: Console) -> None:
         console.print()
 
 
-def failed(subject: str, error: Exception) -> Report:
+def typed(context: typer.Context) -> frozenset[str]:
+    """Names of the options that stood on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
+
+
+def perform(asked: Asked) -> NoReturn:
+    """Examine what was asked for, and leave with the report's exit code. What goes wrong on the way is a report too."""
+    aside = streams.OutputAside()
+
+    def give_up(sentence: str) -> None:
+        """The subject hangs in another thread: report and leave without it."""
+        aside.restore()
+        try:
+            conclude(failed(asked.name, sentence), asked)
+        finally:
+            streams.flush()
+            os._exit(COULD_NOT_RUN)
+
+    streams.show_crashes()
+    outcome = ""
+    try:
+        case, seconds = asked.case(), asked.seconds
+        asked.writable()
+        with aside, trouble.patience(seconds, give_up):
+            found, outcome = examined(asked, case)
+    except (Exception, SystemExit) as error:
+        found = failed(asked.name, what_happened(error))
+    conclude(found, asked, outcome)
+
+
+def examined(asked: Asked, case: Case) -> tuple[Report, str]:
+    """The report, and what became of its script."""
+    from backlight.doctor import stories
+
+    subject, against, status = asked.name, asked.against, Console(stderr=True).status
+    if subject.startswith("demo:"):
+        case, against = stories.prepare(subject.removeprefix("demo:"), case, against)
+        tell(subject.removeprefix("demo:"), wide_console(stderr=True))
+    run = examiner(subject, case, asked.layout, against)
+    with status(f"examining {subject} ({case.level})"):
+        found = run(case)
+    outcome = ""
+    if (asked.report is not None or case.level == "forensic") and found.verdict in ("defect", "precision"):
+        from backlight.doctor import keep
+
+        with status("shrinking the case and running its script once"):
+            outcome = keep.reproduce(found, case, absolute(subject), run, asked.report, asked.layout)
+    if asked.sanitize or (case.level == "forensic" and case.device.startswith("cuda")):
+        from backlight.doctor.sanitize import sanitize as watch_memory
+
+        with status("running the kernel once under each tool of compute-sanitizer"):
+            watch_memory(found, case, absolute(subject), asked.layout)
+    return found, outcome
+
+
+def what_happened(error: BaseException) -> str:
+    """One sentence: the subject's trouble and bad words as they were put, anything else with the line of ours it broke."""
+    if isinstance(error, trouble.CouldNotRun) or trouble.reads_as_written(error):
+        return trouble.said(error)
+    return f"the examination broke off: {trouble.said(error)} ({trouble.last_line(error)})"
+
+
+def failed(subject: str, sentence: str) -> Report:
     from backlight.doctor.report.model import Report
 
-    return Report(subject, "could-not-run", str(error).splitlines()[0] if str(error) else type(error).__name__)
+    return Report(subject, "could-not-run", sentence)
 
 
-def conclude(found: Report, folder: Path | None, json_file: Path | None, console: Console, reproduced: str = "") -> NoReturn:
-    """Show the report, write what was asked for, and leave with its exit code."""
+def conclude(found: Report, asked: Asked, reproduced: str = "") -> NoReturn:
+    """Show the report, write what was asked for, and leave with its exit code: 3 as well when something cannot be written."""
     from backlight.doctor import keep
     from backlight.doctor.report import json, terminal
 
-    to_stdout = json_file is not None and str(json_file) == "-"
-    said = wide_console(stderr=True) if to_stdout else console
-    terminal.render(found, said)
-    if reproduced:
-        said.print(Text(f"repro    {reproduced}"))
-    if folder is not None:
-        for path in keep.keep_report(found, folder):
+    said, code = wide_console(stderr=asked.to_stdout), found.exit_code
+    try:
+        terminal.render(found, said)
+        if reproduced:
+            said.print(Text(f"repro    {reproduced}"))
+    except SystemExit:
+        # rich leaves with 1, our code for a defect, when nobody reads any more
+        raise typer.Exit(code) from None
+    try:
+        for path in keep.keep_report(found, asked.report) if asked.report is not None else ():
             said.print(Text(f"written  {path}"))
-    if to_stdout:
-        typer.echo(json.dumps(found), nl=False)
-    elif json_file is not None:
-        said.print(Text(f"written  {json.save(found, json_file)}"))
-    raise typer.Exit(found.exit_code)
+        if asked.to_stdout:
+            typer.echo(json.dumps(found), nl=False)
+            streams.seal()
+        elif asked.json is not None:
+            said.print(Text(f"written  {json.save(found, asked.json)}"))
+    except OSError as error:
+        wide_console(stderr=True).print(Text(f"the report could not be written: {error}", style="red"))
+        raise typer.Exit(COULD_NOT_RUN) from None
+    raise typer.Exit(code)

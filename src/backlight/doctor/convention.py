@@ -9,7 +9,8 @@ from torch import Tensor
 
 from backlight.doctor.compare import compare
 from backlight.doctor.inputs import Problem
-from backlight.doctor.subject import CouldNotRun, Observed, Subject
+from backlight.doctor.subject import Observed, Subject
+from backlight.doctor.trouble import CouldNotRun
 from backlight.spec import LOG2E
 
 REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, AssertionError)
@@ -40,6 +41,8 @@ def settle(subject: Subject, problem: Problem, notes: list[str]) -> tuple[Subjec
         best = (score, candidate, forward["o"]) if best is None or score < 0.5 * best[0] else best
         if score <= MATCHES:
             break
+    if best is None and len(set(errors.values())) == 1:
+        raise CouldNotRun(errors[names[0]])
     if best is None:
         raise CouldNotRun("the subject ran in no layout; " + "; ".join(f"{name}: {said}" for name, said in errors.items()))
     if names[0] in errors and not correlation(best[2], problem.truth.y) >= RESEMBLES:
@@ -73,7 +76,7 @@ def natural_lse(subject: Subject, problem: Problem, values: Mapping[str, Tensor]
         found["lse"] = (found["lse"].double() - b).div(a).to(found["lse"].dtype)
         return found
     a, b = fit(found["lse"], problem.truth.lse)
-    choices = {**CONVENTIONS, "divided by the softmax scale": 1 / problem.call.scale}
+    choices = CONVENTIONS | ({"divided by the softmax scale": 1 / problem.call.scale} if problem.call.scale else {})
     known = next((n for n, factor in choices.items() if abs(a - factor) <= TOLERANCE * factor and abs(b) <= OFFSET), None)
     if known is None:
         notes.append(f"lse fits {a:.4g} x lse + {b:.3g}: no convention we know")

@@ -18,7 +18,7 @@ from backlight.doctor.verdict import from_explanation
 from backlight.reference import eager, oracle
 
 if TYPE_CHECKING:
-    from backlight.doctor.diagnose import Examination
+    from backlight.doctor.examination import Examination
 
 LENGTH = 512
 CELLS = 24

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from backlight.doctor.diagnose import diagnose
+from backlight.doctor.examination import diagnose
 from backlight.doctor.report.model import Report
 from backlight.doctor.report.terminal import text
 from backlight.spec import AttentionSpec

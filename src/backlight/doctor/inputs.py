@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from backlight.call import Call
+from backlight.doctor import checks
 from backlight.doctor.noise import noise
 from backlight.reference import GRADIENTS, OUTPUTS, Oracle, Trace, eager, flashlike, oracle
 from backlight.reference.trace import STAGES, Stage
@@ -119,7 +120,7 @@ def _peaky(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 def _dominant(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """One key draws most of every row: a shared direction in q, answered by one key."""
     d = q.shape[-1]
-    pull = (6 / (scale * d)) ** 0.5
+    pull = (6 / (_positive(scale) * d)) ** 0.5
     k = k.clone()
     if k.shape[-2]:
         k[..., k.shape[-2] // 3, :] = pull
@@ -128,8 +129,14 @@ def _dominant(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 def _low_lse(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """All logits near -120: exp of a natural-log lse below -88 underflows in fp32."""
-    shift = (120 / (scale * q.shape[-1])) ** 0.5
+    shift = (120 / (_positive(scale) * q.shape[-1])) ** 0.5
     return q + shift, k - shift
+
+
+def _positive(scale: float) -> float:
+    if not scale > 0:
+        raise ValueError(f"this recipe aims at scores of a certain size, for which scale must be > 0, got {scale}")
+    return scale
 
 
 RECIPES: dict[str, Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]] = {
@@ -162,11 +169,21 @@ def make(
     """Tensors of one recipe: q [B,Hq,S,D], k [B,kv_heads,sk,D], v [..,dv], dO like o, learned terms as the spec asks."""
     if recipe not in RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
-    b, hq, sq, d = shape
-    hkv, sk, dv = kv_heads or hq, sq if sk is None else sk, dv or d
-    cu_q, cu_k = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
-    if cu_q is not None:
-        b, sq, sk = 1, int(cu_q[-1]), int(cu_k[-1])  # type: ignore[index]
+    b, hq, sq, d = checks.four_sizes("shape", shape)
+    hkv, sk, dv = (
+        default if size is None else checks.size(name, size)
+        for name, size, default in (("kv_heads", kv_heads, hq), ("sk", sk, sq), ("dv", dv, d))
+    )
+    cu_q, cu_k = checks.borders(cu_seqlens)
+    if cu_q is not None and cu_k is not None:
+        b, sq, sk = 1, int(cu_q[-1]), int(cu_k[-1])
+        for name, total in (("cu_seqlens_q", sq), ("cu_seqlens_k", sk)):
+            checks.size(f"the last of {name}", total)
+    checks.check_heads(hq, hkv)
+    checks.check_dtype("dtype", dtype)
+    device = checks.usable_device(device)
+    columns = bias if isinstance(bias, int) else max(1, spec.bias_origin + max(1, sk // 2)) if spec.bias else 0
+    checks.check_room((b, hq, sq, d), hkv, sk, dv, columns, device)
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*size: int) -> Tensor:
@@ -177,7 +194,7 @@ def make(
     parameter = torch.float64 if dtype == torch.float64 else torch.float32
     terms: dict[str, Any] = {}
     if spec.bias:
-        terms["bias"] = bias if isinstance(bias, Tensor) else draw(hq, bias or spec.bias_origin + max(1, sk // 2)).to(parameter)
+        terms["bias"] = bias if isinstance(bias, Tensor) else draw(hq, columns).to(parameter)
     if spec.sink:
         terms["sink"] = sink if isinstance(sink, Tensor) else draw(hq).to(parameter)
     if spec.tau:
@@ -191,12 +208,13 @@ def make(
         placed["cu_seqlens_q"] = cu_q.to(device)
         placed["cu_seqlens_k"] = placed["cu_seqlens_q"] if cu_k is cu_q else cu_k.to(device)
     call = Call(spec, q, k, v, **placed)
+    checks.check_call(call)
     return Problem(call, dy.to(dtype).to(device), None, recipe, seed)
 
 
 def given(
     spec: AttentionSpec,
-    q: Tensor,
+    q: Tensor | None,
     k: Tensor | None,
     v: Tensor | None,
     do: Tensor | None,
@@ -205,14 +223,19 @@ def given(
     seed: int,
 ) -> Problem:
     """A problem from the user's own tensors, canonical layout; a missing dO or learned term is drawn."""
-    if k is None or v is None:
-        raise ValueError("q, k and v must be given together")
+    if q is None or k is None or v is None:
+        missing = [name for name, x in (("q", q), ("k", k), ("v", v)) if x is None]
+        raise ValueError(f"q, k and v must be given together, got none for {' and '.join(missing)}")
+    checks.check_qkv(q, k, v)
+    if do is not None:
+        checks.check_like_output("do", do, q, v)
     b, hq, sq, d = q.shape
     drawn = make(
         spec, (b, hq, sq, d), kv_heads=k.shape[1], sk=k.shape[2], dv=v.shape[3], dtype=q.dtype, seed=seed, device=q.device,
         cu_seqlens=cu_seqlens, **terms,
     )  # type: ignore[arg-type]  # fmt: skip
     call = replace(drawn.call, q=q.detach(), k=k.detach(), v=v.detach(), _segments=None)
+    checks.check_call(call)
     return Problem(call, drawn.dy if do is None else do.detach().to(q.dtype), None, "captured", seed)
 
 

@@ -23,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from backlight.doctor import fa3
 from backlight.doctor.subject import Subject
+from backlight.doctor.trouble import subject_code
 from backlight.spec import AttentionSpec
 
 Window = tuple[int | None, int | None]
@@ -84,10 +85,18 @@ def user_function(reference: str) -> Callable[..., Any]:
     place, _, attribute = reference.rpartition(":")
     if not place or not attribute:
         raise UnknownSubject(f"{reference!r} names no function: write file.py:function or module:function")
-    module = _module_from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    if place.endswith(".py"):
+        module = _module_from_file(Path(place))
+    elif not all(part.isidentifier() for part in place.split(".")):
+        raise UnknownSubject(f"{place!r} is neither a file that ends in .py nor the name of a module")
+    else:
+        with subject_code():
+            module = importlib.import_module(place)
     found: Any = module
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        with subject_code(module.__file__):
+            known = hasattr(found, part)
+        if not known:
             raise UnknownSubject(f"{place} has no {attribute!r}; it defines {', '.join(_callables(module)) or 'no functions'}")
         found = getattr(found, part)
     return found
@@ -103,7 +112,8 @@ def _module_from_file(path: Path) -> ModuleType:
     # the file's neighbours are importable, as if it were run as a script; an already imported module keeps its name
     sys.path.insert(0, str(path.parent.resolve()))
     sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
+    with subject_code(path):
+        spec.loader.exec_module(module)
     return module
 
 

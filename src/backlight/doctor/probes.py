@@ -21,6 +21,7 @@ from backlight.doctor.inputs import Problem
 from backlight.doctor.report.model import Probe
 from backlight.doctor.report.words import counted
 from backlight.doctor.subject import Observed, Subject
+from backlight.doctor.trouble import CouldNotRun, Unrepeatable
 
 # other strides may select another code path with other rounding; a stride error is of order one
 CLOSE = 8.0
@@ -91,6 +92,8 @@ def probe(name: str) -> Callable[[Callable[[Bench], Probe]], Callable[[Bench], P
             started = time.perf_counter()
             try:
                 found = function(bench)
+            except Unrepeatable:
+                raise
             except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as error:
                 found = Probe(name, None, f"the subject refused: {str(error).splitlines()[0][:200] if str(error) else error!r}")
             found.name, found.seconds = name, time.perf_counter() - started
@@ -222,7 +225,10 @@ def repeats(bench: Bench) -> Probe:
 
 def _repeats(bench: Bench, count: int) -> Probe:
     """The same call again and again: bitwise, or only dq in its last bits."""
-    runs = [bench.base, *(bench.run() for _ in range(count - 1))]
+    try:
+        runs = [bench.base, *(bench.run() for _ in range(count - 1))]
+    except CouldNotRun as error:
+        raise Unrepeatable(f"the same call works once and fails when repeated: {error}") from error
     rows, worst = [], {}
     for name, first in bench.base.values.items():
         others = [r[name] for r in runs[1:] if name in r]

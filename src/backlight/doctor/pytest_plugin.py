@@ -13,6 +13,7 @@ JUnit properties.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ class Examination:
 
 
 EXAMINATIONS: pytest.StashKey[list[Examination]] = pytest.StashKey()
+SECTION, NOT_KEPT = "doctor", "report not kept"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,6 +55,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "doctor(**settings): examines a kernel; keywords are settings of `diagnose` for the `doctor` fixture"
     )
+
+
+def pytest_collection_finish() -> None:
+    """Tests that use torch find the package's operators registered, as a program that imports it would."""
+    if "torch" in sys.modules:
+        import backlight
+
+        backlight.attention  # noqa: B018 - asking for it loads it
 
 
 @pytest.fixture
@@ -103,16 +113,26 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     outcome = yield
     if call.when == "call" and outcome.failed:
-        kept = [str(folder) for folder in _keep(item, call)]
-        if kept:
-            outcome.sections.append(("doctor", "\n".join(f"report kept in {folder}" for folder in kept)))
+        lines = list(_keep(item, call))
+        if lines:
+            outcome.sections.append((SECTION, "\n".join(lines)))
     return outcome
 
 
-def _keep(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[Path, None, None]:
-    """Files of every unhealthy examination of a failed test, and of a report that an exception carries (`assert_healthy`)."""
-    from backlight.doctor.keep import keep_report
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Reports that could not be written, again where nobody overlooks them. They travel as sections, so also from xdist."""
+    for report in terminalreporter.stats.get("failed", ()):
+        for title, text in getattr(report, "sections", ()):
+            for line in text.splitlines() if title == SECTION else ():
+                if line.startswith(NOT_KEPT):
+                    terminalreporter.write_line(f"doctor: {report.nodeid}: {line}", yellow=True)
 
+
+def _keep(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[str, None, None]:
+    """Files of every unhealthy examination of a failed test, and of a report that an exception carries (`assert_healthy`).
+
+    Yields a line for each report: where it is, or why it is nowhere. A full disk must not take the test's own result with it.
+    """
     examinations = [examination for examination in item.stash.get(EXAMINATIONS, []) if examination.failed]
     reports = [examination.report for examination in examinations]
     carried: Any = getattr(call.excinfo.value, "report", None) if call.excinfo is not None else None
@@ -120,11 +140,28 @@ def _keep(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[Path, Non
         item.user_properties.extend(("doctor_finding", name) for name in carried.finding_ids)
         reports.append(carried)
     for number, report in enumerate(reports):
-        folder = _folder(item, number, len(reports))
-        if number < len(examinations):
-            _prepare_repro(examinations[number], folder)
-        keep_report(report, folder)
-        yield folder
+        try:
+            yield _written(item, report, number, len(reports), examinations[number] if number < len(examinations) else None)
+        except Exception as error:
+            yield f"{NOT_KEPT}: {_first_line(error)}"
+
+
+def _written(item: pytest.Item, report: Report, number: int, count: int, examination: Examination | None) -> str:
+    from backlight.doctor.keep import keep_report
+
+    folder, lacking = _folder(item, number, count), ""
+    try:
+        if examination is not None:
+            _prepare_repro(examination, folder)
+    except Exception as error:
+        # the report is worth having without its script
+        lacking = f", without a script: {_first_line(error)}"
+    keep_report(report, folder)
+    return f"report kept in {folder}{lacking}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _prepare_repro(examination: Examination, folder: Path) -> None:

@@ -21,7 +21,7 @@ TEMPLATE = '''"""{title} [{id}]
 
 Written by backlight doctor. Exit code 0: the finding appeared again; 1: it did not. With --once the kernel is called,
 forward and backward, and nothing else is done: for profilers and sanitizers.
-Examined: {subject}
+Examined: {shown}
 Inputs:   {inputs}
 {smaller}"""
 
@@ -69,20 +69,22 @@ def script(case: Case, subject: str, finding: Finding, steps: Sequence[str] = ()
         "recipe": case.recipe,
         "seed": case.seed,
         "level": case.level,
-        "device": case.device,
+        "device": str(case.device),
         "bias": case.bias if case.spec.bias else None,
         "tau": case.tau if case.spec.tau else None,
     }
     arguments = [f"{name}={value!r}" for name, value in drawn.items() if value is not None]
     if case.lengths is not None:
         arguments.append(f"cu_seqlens=torch.tensor({[0, *accumulate(case.lengths)]}, dtype=torch.int32)")
-    settings = f"spec, level={case.level!r}, device={case.device!r}"
+    kept = [f"{name}={drawn[name]!r}" for name in ("level", "device", "seed", "bias", "tau") if drawn[name] is not None]
+    settings = ", ".join(["spec", *kept])
     return TEMPLATE.format(
-        title=finding.title.replace('"', "'"),
+        title=in_docstring(finding.title),
         id=finding.id,
+        shown=in_docstring(subject),
         subject=subject,
-        inputs=describe(case),
-        smaller=f"Shrunk:   {'; '.join(steps)}\n" if steps else "",
+        inputs=in_docstring(describe(case)),
+        smaller=f"Shrunk:   {in_docstring('; '.join(steps))}\n" if steps else "",
         path_import="from pathlib import Path\n" if captured else "",
         case_import=CASE_IMPORT if captured else "",
         layout=f", layout={layout!r}" if layout != "auto" else "",
@@ -90,6 +92,11 @@ def script(case: Case, subject: str, finding: Finding, steps: Sequence[str] = ()
         prepare=f"case = Case.captured(load_capture(Path(__file__).with_name({INPUTS!r})), {settings})\n" if captured else "",
         arguments="case.arguments()" if captured else "dict(\n" + "".join(f"    {word},\n" for word in arguments) + ")",
     )
+
+
+def in_docstring(text: str) -> str:
+    r"""The text as it may stand between three quotes: a home of \Users is no escape sequence, and no quote ends it early."""
+    return repr(text)[1:-1].replace('"', '\\"')
 
 
 def describe(case: Case) -> str:
@@ -117,6 +124,7 @@ def try_script(text: str, folder: str | Path | None = None, timeout: float = 300
                 env=os.environ | {"PYTHONPATH": known},
                 capture_output=True,
                 text=True,
+                errors="replace",
                 timeout=timeout,
                 check=False,
             )

@@ -80,7 +80,9 @@ def watch(tool: Tool, path: Path, seconds: float) -> tuple[Probe, str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [PROGRAM, "--tool", tool.name, sys.executable, str(path), "--once"]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", timeout=seconds, check=False
+        )
     except subprocess.TimeoutExpired:
         return Probe(name, None, f"no answer within {seconds:.0f} s"), ""
     took, output = time.perf_counter() - started, done.stdout + done.stderr

@@ -185,6 +185,14 @@ def prepare(name: str, case: Case, against: str | None) -> tuple[Case, str | Non
     return case.replace(level=level, lengths=lengths, **shown), against
 
 
+def own_settings(name: str) -> tuple[str, ...]:
+    """Settings of a case that `prepare` replaces whatever they were, besides those of the attention itself."""
+    if name in STORIES:
+        return ()
+    shown = demo_arguments(_known(name))
+    return ("lengths", *("lengths" if setting == "cu_seqlens" else setting for setting in shown if setting != "level"))
+
+
 def _known(name: str) -> str:
     if name not in BY_ID:
         close = get_close_matches(name, [*BY_ID, *STORIES])

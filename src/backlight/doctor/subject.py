@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from backlight.call import Call
 from backlight.doctor import layouts
+from backlight.doctor.trouble import CouldNotRun, short_path, subject_code
 
 # canonical keyword -> names used in the wild
 KEYWORDS = {
@@ -36,14 +36,11 @@ KEYWORDS = {
 }
 TENSORS = {"q": ("q", "query"), "k": ("k", "key"), "v": ("v", "value")}
 TERMS = ("bias", "sink", "tau", "gate")
+LONGEST_REPR = 60
 # builtins whose signature Python cannot read
 KNOWN_SIGNATURES = {
     "scaled_dot_product_attention": ("query", "key", "value", "attn_mask", "is_causal", "scale", "enable_gqa"),
 }
-
-
-class CouldNotRun(RuntimeError):
-    """The subject did not produce something that can be compared; the message is a sentence for the report."""
 
 
 @dataclass
@@ -85,9 +82,12 @@ class Subject:
             return subject
         if isinstance(subject, tuple) and len(subject) == 2 and all(map(callable, subject)):
             return Subject(*subject)
+        wanted = "subject must be a callable, a module, a (forward, backward) pair or a Subject"
+        if isinstance(subject, type):
+            raise TypeError(f"{wanted}, got the class {subject.__qualname__}: make an object of it, or name its method")
         if callable(subject):
             return Subject(subject)
-        raise TypeError(f"subject must be a callable, a module, a (forward, backward) pair or a Subject, got {subject!r}")
+        raise TypeError(f"{wanted}, got {type(subject).__name__} {repr(subject)[:LONGEST_REPR]}")
 
     def __post_init__(self) -> None:
         if self.layout not in ("auto", *layouts.NAMES):
@@ -108,16 +108,26 @@ class Subject:
     @property
     def location(self) -> str:
         """file:line of the code that runs: the first repair of a bug often goes into a file nobody imports."""
-        target = _unwrap(self.forward)
-        target = type(target).forward if isinstance(target, nn.Module) else target
+        target = self._code
         try:
-            path = inspect.getsourcefile(target)
             line = inspect.getsourcelines(target)[1]
         except (TypeError, OSError):
             module = getattr(target, "__module__", None)
             return f"{module or 'builtin'} (compiled code)"
-        short = os.path.relpath(path) if path and not os.path.relpath(path).startswith("..") else path
-        return f"{short}:{line}"
+        return f"{short_path(self.file or '')}:{line}"
+
+    @property
+    def file(self) -> str | None:
+        """Where the code that runs is written; None for compiled code."""
+        try:
+            return inspect.getsourcefile(self._code)
+        except TypeError:
+            return None
+
+    @property
+    def _code(self) -> Any:
+        target = _unwrap(self.forward)
+        return type(target).forward if isinstance(target, nn.Module) else target
 
     def accepts(self) -> frozenset[str] | None:
         """Parameter names of the forward; None when it takes any keyword."""
@@ -153,7 +163,7 @@ class Subject:
         if input_layout is not None:
             inputs |= {name: input_layout(inputs[name]) for name in ("q", "k", "v")}
         extras = self._extras(call, inputs, layout)
-        out = _as_dict(_invoke(self.forward, {n: inputs[n] for n in ("q", "k", "v")}, extras | dict(self.fixed)), ("o", "lse"))
+        out = self._forward({n: inputs[n] for n in ("q", "k", "v")}, extras)
         values = {"o": layout.take_rows(out["o"], "o")}
         if isinstance(out.get("lse"), Tensor):
             values["lse"] = layout.take_lse(out["lse"])
@@ -173,8 +183,20 @@ class Subject:
         terms = {n: getattr(call, n) for n in TERMS if getattr(call, n) is not None and self.takes(n)}
         terms |= {"gate": layout.give(call.gate)} if "gate" in terms else {}  # type: ignore[arg-type]
         extras = self._extras(call, {**inputs, **terms}, layout)
-        out = _as_dict(_invoke(self.forward, inputs, extras | dict(self.fixed)), ("o", "lse"))
+        out = self._forward(inputs, extras)
         return isinstance(out.get("lse"), Tensor) and out["lse"].requires_grad
+
+    def _forward(self, tensors: dict[str, Tensor], extras: dict[str, Any]) -> dict[str, Any]:
+        with subject_code(self.file):
+            out = _as_dict(_invoke(self.forward, tensors, extras | dict(self.fixed)), ("o", "lse"))
+            _wait(tensors["q"])
+        o, device = out.get("o"), tensors["q"].device
+        if not isinstance(o, Tensor):
+            held = f"a {type(o).__name__} for o" if "o" in out else f"no o but {', '.join(map(repr, out)) or 'nothing'}"
+            raise CouldNotRun(f"the subject returned {held}; expected a tensor, a tuple or a dict of tensors with o")
+        if not o.is_floating_point() or o.device != device:
+            raise CouldNotRun(f"the subject returned o as {o.dtype} on {o.device}; expected floating point on {device}")
+        return out
 
     def _backward(
         self,
@@ -197,12 +219,16 @@ class Subject:
                 outputs, grads = [*outputs, out["lse"]], [*grads, layout.give_lse(dlse, out["lse"])]
             if not out["o"].requires_grad:
                 return {}
-            found = torch.autograd.grad(outputs, [inputs[n] for n in counted], grads, allow_unused=True)
+            with subject_code(self.file):
+                found = torch.autograd.grad(outputs, [inputs[n] for n in counted], grads, allow_unused=True)
+                _wait(do)
             named: dict[str, Any] = {f"d{n}": g for n, g in zip(counted, found, strict=True)}
         else:
             told = {"do": do, "dy": do, "o": out["o"], "y": out["o"], "lse": out.get("lse"), "dlse": dlse}
             told = {n: x for n, x in told.items() if x is not None} | {n: inputs[n] for n in ("q", "k", "v")}
-            named = _as_dict(_invoke_backward(self.backward, told, extras), tuple(f"d{n}" for n in counted))
+            with subject_code(self.file):
+                named = _as_dict(_invoke_backward(self.backward, told, extras), tuple(f"d{n}" for n in counted))
+                _wait(do)
         shaped = {"dq": layout.take_rows, "dk": layout.take_keys, "dv": layout.take_keys, "dgate": layout.take_rows}
         return {n: shaped[n](g, n) if n in shaped and g is not None else g for n, g in named.items()}
 
@@ -303,6 +329,12 @@ def _as_dict(out: Any, names: tuple[str, ...]) -> dict[str, Any]:
     if isinstance(out, tuple | list):
         return dict(zip(names, out, strict=False))
     raise CouldNotRun(f"the subject returned {type(out).__name__}; expected a tensor, a tuple or a dict of tensors")
+
+
+def _wait(x: Tensor) -> None:
+    """Kernels on a GPU fail some time after their launch: here it is still known whose they were."""
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
 
 
 def _unwrap(function: Any) -> Any:

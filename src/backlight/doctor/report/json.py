@@ -37,7 +37,9 @@ def load(path: str | Path) -> Report:
     """Read a report; a file that is none gets a sentence."""
     try:
         return loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a report of this version: {error}") from error
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 SCHEMA = 1
 
@@ -200,13 +200,17 @@ def decode(value: Any) -> Any:
     return NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-def _where(data: Mapping[str, Any]) -> Where:
+def _where(data: Any) -> Where:
+    if not isinstance(data, Mapping) or not data.keys() <= {f.name for f in fields(Where)}:
+        raise ValueError(f"a place must be an object with batch, heads, rows and the like, got {data!r:.60}")
     known: dict[str, Any] = {name: tuple(item) if isinstance(item, list) else item for name, item in data.items()}
     return Where(**known)
 
 
-def _build(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+def _build(cls: type, data: Any) -> dict[str, Any]:
     """Constructor arguments of `cls` in `data`; only fields that may hold numbers are decoded, so a note may say "NaN"."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"a {cls.__name__} must be an object, got {data!r:.60}")
     values: dict[str, Any] = {}
     for f in fields(cls):
         if f.name not in data:
@@ -216,5 +220,41 @@ def _build(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
             value = None if value is None else _where(value)
         elif "float" in kind or "Any" in kind:
             value = decode(value)
+        if not _is(kind, value):
+            raise ValueError(f"{f.name} of a {cls.__name__} must be {WORDS.get(kind, kind)}, got {value!r:.60}")
         values[f.name] = value
     return values
+
+
+def _is(kind: str, value: Any) -> bool:
+    """Whether a value read from a file is what a field's annotation says."""
+    if kind in CHOICES:
+        return isinstance(value, str) and value in CHOICES[kind]
+    if kind.endswith(" | None"):
+        return value is None or _is(kind.removesuffix(" | None"), value)
+    if kind.startswith("list["):
+        inner = kind[5:-1]
+        return isinstance(value, list) and (inner not in ("str", "float") or all(_is(inner, item) for item in value))
+    if kind.startswith("dict["):
+        return isinstance(value, Mapping)
+    if kind in ("float", "int"):
+        return isinstance(value, int if kind == "int" else (int, float)) and not isinstance(value, bool)
+    plain: dict[str, type] = {"str": str, "bool": bool, "Where": Where}
+    return isinstance(value, plain[kind])
+
+
+CHOICES = {
+    name: get_args(kind)
+    for name, kind in (
+        ("Status", Status),
+        ("Severity", Severity),
+        ("Confidence", Confidence),
+        ("Verdict", Verdict),
+        ("PictureKind", PictureKind),
+    )
+}
+WORDS = {name: f"one of {', '.join(known)}" for name, known in CHOICES.items()} | {
+    "float | None": "a number or null",
+    "str": "text",
+    "int": "a whole number",
+}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight.doctor import convention, deep, inputs, probes, verdict
+from backlight.doctor import checks, convention, deep, inputs, probes, verdict
 from backlight.doctor.catalogue import BY_ID
 from backlight.doctor.compare import TRUTH_OF, Comparison, compare
 from backlight.doctor.environment import environment, self_check
@@ -18,11 +18,13 @@ from backlight.doctor.expected import expected_zeros
 from backlight.doctor.explain import Explanation, explain
 from backlight.doctor.inputs import Problem
 from backlight.doctor.invariants import Identity, identities
+from backlight.doctor.layouts import ShapeMismatch
 from backlight.doctor.localise import ROW_TENSORS, local_values, only_in_empty_rows
 from backlight.doctor.pictures import pictures
 from backlight.doctor.report.model import Finding, Probe, Report, StageRow, Where
 from backlight.doctor.report.words import counted
-from backlight.doctor.subject import CouldNotRun, Observed, Subject
+from backlight.doctor.subject import Observed, Subject
+from backlight.doctor.trouble import CouldNotRun
 from backlight.spec import AttentionSpec
 
 LEVELS = ("quick", "full", "forensic")
@@ -125,10 +127,16 @@ def _problem(
     drawn: dict[str, Any],
 ) -> Problem:
     """The caller's tensors, or tensors drawn as `drawn` says."""
-    if q is not None:
+    checks.check_spec(spec)
+    checks.check_terms(spec, terms)
+    checks.check_seed(seed)
+    if q is not None or k is not None or v is not None:
         return inputs.given(spec, q, k, v, do, terms, cu_seqlens, seed)
     problem = inputs.make(spec, seed=seed, cu_seqlens=cu_seqlens, **drawn, **terms)
-    return problem if do is None else problem.replace(dy=do)
+    if do is not None:
+        checks.check_like_output("do", do, problem.call.q, problem.call.v)
+        problem = problem.replace(dy=do.detach().to(problem.call.q))
+    return problem
 
 
 class Examination:
@@ -148,14 +156,16 @@ class Examination:
         health = self_check()
         if not health["passed"]:
             return self._could_not_run("the oracle failed its self-check; nothing it says can be trusted", health)
+        unusable = checks.unjudgeable(self.problem)
+        if unusable:
+            return self._could_not_run(unusable, health)
         try:
             self.subject, observed = convention.settle(self.subject, self.problem, self.notes)
-        except (CouldNotRun, RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as error:
-            lines = str(error).strip().splitlines()
-            return self._could_not_run(lines[0] if lines else repr(error), health)
-        values = convention.natural_lse(self.subject, self.problem, observed.values, self.notes)
-        instead = convention.fill_empty_rows(self.problem, values)
-        self.examine(observed, values)
+            values = convention.natural_lse(self.subject, self.problem, observed.values, self.notes)
+            instead = convention.fill_empty_rows(self.problem, values)
+            self.examine(observed, values)
+        except (CouldNotRun, ShapeMismatch) as error:
+            return self._could_not_run(str(error), health)
         if instead and not any(f.severity != "note" for f in self.findings):
             title = BY_ID["empty-rows-lse"].sentence().replace("...", instead)
             self._named("empty-rows-lse", ["everything else is right, in these rows too"], title=title)
