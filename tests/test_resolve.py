@@ -1,4 +1,4 @@
-"""tools/resolve.py: what it asks, in which environment, and what it makes of the answers. The index itself is asked by `make resolve`."""
+"""tools/resolve.py: what it asks, in which environment, and what it makes of answers; `make resolve` asks the index itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ NO_NETWORK = "error: Request failed after 3 retries\n  Caused by: Failed to fetc
 @pytest.fixture
 def resolve(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.spec_from_file_location("resolve", ROOT / "tools" / "resolve.py")
-    assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "resolve", module)
     spec.loader.exec_module(module)
@@ -41,7 +40,7 @@ def test_the_questions_are_what_the_makefile_installs(resolve: ModuleType) -> No
 
 
 def test_nothing_local_reaches_the_resolver(resolve: ModuleType) -> None:
-    given = {"PIP_FIND_LINKS": "/wheels", "PIP_EXTRA_INDEX_URL": "file:///x", "UV_INDEX": "file:///y", "UV_FIND_LINKS": "/wheels"}
+    given = {"PIP_FIND_LINKS": "/wheels", "PIP_EXTRA_INDEX_URL": "file:///x", "UV_INDEX": "file:///y", "UV_FIND_LINKS": "/w"}
     kept = {"PATH": "/bin", "SSL_CERT_FILE": "/etc/c.pem", "UV_CACHE_DIR": "/cache"}
     assert resolve.public({**given, **kept}) == {**kept, "MACOSX_DEPLOYMENT_TARGET": "14.0"}
     command = resolve.command("windows x86_64", "3.13", "pyproject.toml", ("report",), "constraints.txt")
@@ -67,7 +66,7 @@ def test_an_unpinned_package_that_holds_torch_back_fails(resolve: ModuleType) ->
     assert resolve.judge(row, new, new) == new
 
 
-@pytest.mark.parametrize(("code", "words"), [(0, ""), (1, NO_SOLUTION), (2, NO_NETWORK)], ids=["resolves", "unsolvable", "offline"])
+@pytest.mark.parametrize(("code", "words"), [(0, ""), (1, NO_SOLUTION), (2, NO_NETWORK)], ids=["solved", "unsolvable", "offline"])
 def test_the_exit_status_and_the_words(
     resolve: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, words: str
 ) -> None:

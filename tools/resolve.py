@@ -96,7 +96,8 @@ def uv() -> str:
 
 def public(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without anything that points pip or uv to other wheels; where the cache lies is not such a thing."""
-    kept = {name: value for name, value in environment.items() if not name.startswith(("PIP_", "UV_")) or name == "UV_CACHE_DIR"}
+    dropped = {name for name in environment if name.startswith(("PIP_", "UV_")) and name != "UV_CACHE_DIR"}
+    kept = {name: value for name, value in environment.items() if name not in dropped}
     return {**kept, "MACOSX_DEPLOYMENT_TARGET": MACOS}
 
 
@@ -143,7 +144,7 @@ def line(row: Row, answer: Answer) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("-k", dest="words", action="append", default=[], help="only rows that contain this word; may be repeated")
+    parser.add_argument("-k", dest="words", action="append", default=[], help="only rows with this word; may be repeated")
     parser.add_argument("-j", dest="jobs", type=int, default=4, help="resolvers at a time (4)")
     options = parser.parse_args(arguments)
     chosen = rows(options.words)
@@ -151,11 +152,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no row contains {options.words}")
     begin = time.monotonic()
     if newest_torch(chosen[0].platform, chosen[0].python).code == UNREACHABLE:
-        print("resolve: the package index does not answer, so nothing was checked; this check needs a network.", file=sys.stderr)
+        print("resolve: the package index does not answer, so nothing was checked: this needs a network.", file=sys.stderr)
         return UNREACHABLE
     failed: list[tuple[Row, Answer]] = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        for number, (row, answer) in enumerate(zip(chosen, pool.map(resolve, chosen)), 1):
+        for number, (row, answer) in enumerate(zip(chosen, pool.map(resolve, chosen), strict=True), 1):
             print(f"[{number:>2}/{len(chosen)}] {line(row, answer)}", flush=True)
             if answer.code:
                 failed.append((row, answer))
