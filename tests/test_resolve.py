@@ -66,7 +66,7 @@ def test_an_unpinned_package_that_holds_torch_back_fails(resolve: ModuleType) ->
     assert resolve.judge(row, new, new) == new
 
 
-@pytest.mark.parametrize(("code", "words"), [(0, ""), (1, NO_SOLUTION), (2, NO_NETWORK)], ids=["solved", "unsolvable", "offline"])
+@pytest.mark.parametrize(("code", "words"), [(0, ""), (1, NO_SOLUTION), (2, NO_NETWORK)], ids=["solved", "unsolved", "offline"])
 def test_the_exit_status_and_the_words(
     resolve: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, words: str
 ) -> None:
