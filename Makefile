@@ -5,7 +5,7 @@
 # CONSTRAINTS  empty keeps the torch an existing environment already has    make test VENV=/path/to/env CONSTRAINTS=
 # PIP_FLAGS    extra flags for pip install, such as another index           make test PIP_FLAGS="--extra-index-url ..."
 # WORKERS      test processes (auto: one per core, at most 4)               make test WORKERS=1
-# ARGS         passed on to pytest, or to backlight demo                    make test ARGS="-k seeds"
+# ARGS         passed on to pytest, demo, resolve or matrix                 make test ARGS="-k seeds"
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -66,6 +66,10 @@ format: $(TOOLS)  ## let ruff fix and format
 resolve: $(TOOLS)  ## can Linux, macOS and Windows install what constraints.txt pins? asks the public index
 	$(BIN)/python tools/resolve.py $(ARGS)
 
+matrix: $(TOOLS)  ## torch 2.11 to 2.15 with their Tritons, and the floors: an environment each (gigabytes), CPU tests in it
+	$(BIN)/python tools/matrix.py $(ARGS)
+	$(BIN)/python docs/make_versions_page.py --write
+
 clean:  ## remove what the other targets made
-	rm -rf .venv build dist reports .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .matrix build dist reports .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
