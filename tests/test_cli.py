@@ -143,7 +143,7 @@ def test_command_line_needs_no_optional_package():
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=1500,
         check=False,
         env={**os.environ, "PYTHONPATH": source},
     )

@@ -150,11 +150,9 @@ def commit() -> str:
     return run.stdout.strip() or "unknown"
 
 
-def merged(
-    data: Mapping[str, Any], environment: Environment, found: Mapping[str, str], part: str, result: Any
-) -> dict[str, Any]:
+def merged(data: Mapping[str, Any], name: str, found: Mapping[str, str], part: str, result: Any) -> dict[str, Any]:
     """The record with one more result; results of an environment whose torch or Triton has changed do not stay."""
-    old = data.get(environment.name, {})
+    old = data.get(name, {})
     same = all(old.get("versions", {}).get(package) == found[package] for package in ("torch", "triton"))
     parts = {**(old.get("parts", {}) if same else {}), part: result}
     return {**data, name: {"versions": dict(found), "parts": parts}}
