@@ -151,9 +151,9 @@ def commit() -> str:
 
 
 def merged(data: Mapping[str, Any], name: str, found: Mapping[str, str], part: str, result: Any) -> dict[str, Any]:
-    """The record with one more result; results of an environment whose torch or Triton has changed do not stay."""
+    """The record with one more result; results of an environment with other versions do not stay."""
     old = data.get(name, {})
-    same = all(old.get("versions", {}).get(package) == found[package] for package in ("torch", "triton"))
+    same = old.get("versions") == dict(found)
     parts = {**(old.get("parts", {}) if same else {}), part: result}
     return {**data, name: {"versions": dict(found), "parts": parts}}
 

@@ -77,10 +77,10 @@ class Variant:
 
 FEW = (
     Variant(64, causal=True),
-    Variant(128, dtype=torch.float16),
     Variant(128, causal=True, window=(100, 0), packed=True),
 )
 MANY = (
+    Variant(128, dtype=torch.float16),
     Variant(256, causal=True),
     Variant(64),
     Variant(64, causal=True, dtype=torch.float16),
