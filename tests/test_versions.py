@@ -50,9 +50,7 @@ def test_the_environment_chooses_torch_and_triton_alone(matrix: dict[str, Any]) 
 
 
 def test_an_outcome_is_what_pytest_counted(matrix: dict[str, Any]) -> None:
-    output = (
-        "FAILED tests/a.py::test_b[c d] - assert 1 == 2\nERROR tests/e.py\n1 failed, 79 passed, 3 skipped, 1 error in 2s\n"
-    )
+    output = "FAILED tests/a.py::test_b[c d] - assert 1 == 2\nERROR tests/e.py\n1 failed, 79 passed, 3 skipped, 1 error in 2s\n"
     assert matrix["outcome"](1, output) == {
         "ok": False,
         "counts": {"failed": 1, "passed": 79, "skipped": 3, "error": 1},
