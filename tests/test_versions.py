@@ -46,7 +46,7 @@ def test_the_environment_chooses_torch_and_triton_alone(matrix: dict[str, Any]) 
     command = matrix["installation"](matrix["ENVIRONMENTS"][0], Path("python"), Path("pins"))
     assert command[-4:] == ["--constraints", "pins", "torch==2.11.0", "triton==3.6.0"]
     lowest = matrix["installation"](matrix["ENVIRONMENTS"][-1], Path("python"), Path("pins"))
-    assert lowest[-2:] == ["--resolution", "lowest-direct"]
+    assert lowest[-3:] == ["--upgrade", "--resolution", "lowest-direct"]
 
 
 def test_an_outcome_is_what_pytest_counted(matrix: dict[str, Any]) -> None:

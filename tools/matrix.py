@@ -84,7 +84,8 @@ def installation(environment: Environment, python: Path, constraints: Path) -> l
     """The command that fills an environment."""
     into = [uv(), "pip", "install", "--no-config", "--quiet", "--python", str(python), "-e", ".[report,test]"]
     if not environment.torch:
-        return [*into, "--resolution", "lowest-direct"]
+        # an installed version above its floor would be left as it is
+        return [*into, "--upgrade", "--resolution", "lowest-direct"]
     wanted = [f"torch=={environment.torch}", f"triton=={environment.triton}"]
     return [*into, "--constraints", str(constraints), *wanted]
 
