@@ -5,7 +5,7 @@
 # CONSTRAINTS  empty keeps the torch an existing environment already has    make test VENV=/path/to/env CONSTRAINTS=
 # PIP_FLAGS    extra flags for pip install, such as another index           make test PIP_FLAGS="--extra-index-url ..."
 # WORKERS      test processes (auto: one per core, at most 4)               make test WORKERS=1
-# ARGS         passed on to pytest, or to backlight demo                    make test ARGS="-k seeds"
+# ARGS         passed on to pytest, demo, resolve or matrix                 make test ARGS="-k seeds"
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,10 +16,12 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 PARALLEL := -n $(WORKERS) --maxprocesses 4 --dist worksteal
-STAMP := $(VENV)/.backlight-installed
+LIBRARY := $(VENV)/.backlight-library
+TOOLS := $(VENV)/.backlight-tools
+INSTALL = $(BIN)/python -m pip install --quiet $(PIP_FLAGS) $(addprefix -c ,$(CONSTRAINTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install test demo lint format clean
+.PHONY: help install test slow demo lint format resolve matrix clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-9s %s\n", $$1, $$2 }'
@@ -30,29 +32,44 @@ $(BIN)/python:
 		|| { echo "backlight needs Python 3.10 or later; choose one with PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMP): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
-	@echo "installing backlight and its tools into $(VENV); the first time this takes a minute or two"
-	@$(BIN)/python -m pip install --quiet $(PIP_FLAGS) $(addprefix -c ,$(CONSTRAINTS)) -e '.[report,test,dev]'
+$(LIBRARY): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	@echo "installing backlight and matplotlib into $(VENV); torch is the large part, the first time takes a minute or two"
+	@$(INSTALL) -e '.[report]'
 	@touch $@
 
-install: $(STAMP)  ## create the environment and install backlight into it
+$(TOOLS): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	@echo "installing backlight, its tests and tools into $(VENV); the first time this takes a minute or two"
+	@$(INSTALL) -e '.[report,test,dev]'
+	@touch $@ $(LIBRARY)
+
+install: $(TOOLS)  ## create the environment and install backlight into it
 
 test: lint  ## ruff, mypy, the Triton kernels in the interpreter, then every test but the slow ones
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL) tests/interpreted
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" $(PARALLEL) $(ARGS)
 
-demo: $(STAMP)  ## see it work on this machine, under three minutes
+slow: $(TOOLS)  ## the tests that `make test` leaves out: long compilations, every mutant of the doctor
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow $(PARALLEL) $(ARGS)
+
+demo: $(LIBRARY)  ## see it work on this machine, under three minutes
 	$(BIN)/backlight demo $(ARGS)
 
-lint: $(STAMP)  ## ruff, codespell and mypy
+lint: $(TOOLS)  ## ruff, codespell and mypy
 	$(BIN)/ruff check .
 	$(BIN)/codespell src tests docs examples *.md
 	$(BIN)/mypy
 
-format: $(STAMP)  ## let ruff fix and format
+format: $(TOOLS)  ## let ruff fix and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+resolve: $(TOOLS)  ## can Linux, macOS and Windows install what constraints.txt pins? asks the public index
+	$(BIN)/python tools/resolve.py $(ARGS)
+
+matrix: $(TOOLS)  ## torch 2.11 to 2.15 with their Tritons, and the floors: an environment each (gigabytes), CPU tests in it
+	$(BIN)/python tools/matrix.py $(ARGS)
+	$(BIN)/python docs/make_versions_page.py --write
+
 clean:  ## remove what the other targets made
-	rm -rf .venv build dist reports .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .matrix build dist reports .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

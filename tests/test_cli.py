@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import types
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def test_info_shows_why_a_backend_cannot_run(run, monkeypatch):
 
 def test_unknown_distribution_is_not_installed():
     assert info.version_of("no-such-distribution-anywhere") == info.NOT_INSTALLED
-    assert info.version_of("no-such-distribution-anywhere", "torch") == torch.__version__
+    assert info.version_of("no-such-distribution-anywhere", "torch") == metadata.version("torch")
 
 
 HANDED_ON = ("doctor", "bench")
@@ -195,7 +196,7 @@ def test_command_line_needs_no_optional_package():
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=1500,
         check=False,
         env={**os.environ, "PYTHONPATH": source},
     )

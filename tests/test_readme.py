@@ -75,7 +75,7 @@ def test_the_site_builds_without_warnings(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=1500,
         check=False,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )
@@ -123,7 +123,7 @@ def test_example_runs(example, tmp_path):
         [sys.executable, str(example), *(word.format(tmp=tmp_path) for word in ARGUMENTS.get(example.stem, ()))],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=1500,
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
     )

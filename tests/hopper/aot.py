@@ -30,6 +30,7 @@ from backlight.backends.hopper import small
 TARGET = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_MEMORY = 232448
+TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 # wgmma serialised, or registers not reallocated
 WARNING = re.compile(r"C75\d\d")
 OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)")

@@ -60,8 +60,8 @@ def examine(reports: dict[str, Report], d: int, terms: tuple[str, ...]) -> None:
             assert report.registers == 168, str(report)
 
 
-@pytest.mark.parametrize("terms", [("bias",), LAZY], ids="+".join)
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("terms", [pytest.param(("bias",), marks=pytest.mark.slow, id="bias"), pytest.param(LAZY, id="lazy")])
+@pytest.mark.parametrize("d", [pytest.param(64, marks=pytest.mark.slow), 128])
 def test_terms(d: int, terms: tuple[str, ...]) -> None:
     reports = reports_of(d, terms)
     examine(reports, d, terms)
@@ -92,7 +92,7 @@ def test_ordered(d: int, dtype: torch.dtype) -> None:
     examine(reports, d, EVERY)
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [pytest.param(64, marks=pytest.mark.slow), 128])
 def test_a_plain_kernel_holds_no_trace_of_terms(d: int) -> None:
     """No parameter, no memory and no load of a term; what a term adds is counted, so that the test sees what it looks for."""
 

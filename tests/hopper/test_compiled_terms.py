@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from aot import SHARED_MEMORY, Report, compiled
+from aot import SHARED_MEMORY, TRITON, Report, compiled
 from modules import module_of
 
 from backlight.backends.hopper import consumer, forward, tiles
@@ -23,7 +23,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 # by warpgroups, of which three have 160 registers each: values of a tile, once around its loops
 ALLOWED_SPILLS = {3: 80, 2: 0}
 # with bias and tau two sweeps share a tile's values
-ALLOWED_SPILLS_BIAS_AND_TAU = {3: 72, 2: 12}
+ALLOWED_SPILLS_BIAS_AND_TAU = {3: 76 if TRITON == (3, 7) else 72, 2: 12}
 
 
 def call_of(
@@ -58,8 +58,15 @@ def instructions(report: Report) -> list[str]:
     return code[:end]
 
 
-FEW = (("bias",), ("softcap",), ("bias", "tau"))
-MANY = (("sink",), ("gate",), ("tau",), ("bias", "sink", "softcap", "gate"), ("bias", "sink", "softcap", "gate", "tau"))
+FEW = (("softcap",), ("bias", "tau"))
+MANY = (
+    ("bias",),
+    ("sink",),
+    ("gate",),
+    ("tau",),
+    ("bias", "sink", "softcap", "gate"),
+    ("bias", "sink", "softcap", "gate", "tau"),
+)
 
 
 def examine(call: Call, terms: tuple[str, ...]) -> None:
@@ -81,7 +88,7 @@ def examine(call: Call, terms: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("terms", FEW, ids="+".join)
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [pytest.param(64, marks=pytest.mark.slow), 128])
 def test_terms(d: int, terms: tuple[str, ...]) -> None:
     examine(call_of(d, terms), terms)
 
@@ -106,7 +113,7 @@ def test_everything_packed_with_a_window(d: int, dtype: torch.dtype) -> None:
 TESTS_OF_TERMS = re.compile(r"if p\.(BIAS|SINK|GATE|SOFTCAP)( and not p\.SHARE_QO)?:")
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_a_plain_kernel_holds_no_trace_of_terms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, d: int) -> None:
     """The same instructions as from a source whose branches for terms have been cut out, and no argument for a term."""
     call = call_of(d, ())

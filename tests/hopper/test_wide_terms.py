@@ -41,7 +41,7 @@ def slow(*values: object) -> object:
 @pytest.mark.parametrize(
     ("d", "dv", "terms"),
     [
-        (256, 256, BIAS),
+        slow(256, 256, BIAS),
         slow(256, 256, MOST),
         slow(192, 192, MOST),
         slow(192, 128, LAZY),

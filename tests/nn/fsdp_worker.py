@@ -25,7 +25,7 @@ def model() -> nn.Sequential:
 
 def main(rank: int, world: int, store: str) -> None:
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=600)
     )
     plain, sharded = model(), model()
     mesh = init_device_mesh("cpu", (world,))

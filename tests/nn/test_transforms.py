@@ -169,7 +169,7 @@ def test_fsdp2_takes_the_same_steps(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        errors = [worker.communicate(timeout=200)[1] for worker in workers]
+        errors = [worker.communicate(timeout=1500)[1] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()

@@ -1,0 +1,197 @@
+"""The part of the tests that needs no GPU, in one environment per pair of torch and Triton: python tools/matrix.py
+
+    python tools/matrix.py --list
+    python tools/matrix.py torch-2.15 lowest             some environments
+    python tools/matrix.py --part kernels --part cli     some parts of each
+
+Environments lie in .matrix/ (a few gigabytes each, made by uv from the public index alone) and stay there for the next time.
+Each result goes into docs/data/versions.json as it comes, in the place of an older one of the same environment and part;
+`python docs/make_versions_page.py --write` makes the page of it. Ends with 1 if a part failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from resolve import public, uv
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / ".matrix"
+DATA = ROOT / "docs" / "data" / "versions.json"
+PYTHON = "3.11"
+COMPILED = (
+    "tests/hopper/test_compiled.py",
+    "tests/hopper/test_compiled_terms.py",
+    "tests/hopper/test_backward_terms_compiled.py",
+    "tests/test_triton_compiled.py",
+)
+COUNTS = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed)")
+WORST_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A pair of versions; without them every direct dependency is at the floor that pyproject.toml declares."""
+
+    name: str
+    torch: str = ""
+    triton: str = ""
+
+
+ENVIRONMENTS = (
+    Environment("torch-2.11", "2.11.0", "3.6.0"),
+    Environment("torch-2.12", "2.12.1", "3.7.1"),
+    Environment("torch-2.13", "2.13.0", "3.7.1"),
+    Environment("torch-2.14", "2.14.1", "3.8.0"),
+    Environment("torch-2.15", "2.15.0", "3.9.0"),
+    Environment("lowest"),
+)
+
+
+def pytest(*arguments: str) -> list[str]:
+    return ["-m", "pytest", "-q", "-m", "not slow", *arguments]
+
+
+PARTS: dict[str, list[str]] = {
+    "cli": pytest(
+        "tests/test_cli.py", "tests/test_demo.py", "tests/doctor/test_command.py", "tests/doctor/test_report_files.py"
+    ),
+    "interpreter": pytest("tests/interpreted"),
+    "compile": pytest(*COMPILED),
+    "kernels": ["tools/kernels.py"],
+    "host": pytest("tests", *(f"--ignore={path}" for path in (*COMPILED, "tests/interpreted"))),
+}
+
+
+def others(constraints: str) -> str:
+    """The pins without the two whose versions the environment chooses."""
+    return "".join(line for line in constraints.splitlines(True) if not re.match(r"(torch|triton)\b", line))
+
+
+def installation(environment: Environment, python: Path, constraints: Path) -> list[str]:
+    """The command that fills an environment."""
+    into = [uv(), "pip", "install", "--no-config", "--quiet", "--python", str(python), "-e", ".[report,test]"]
+    if not environment.torch:
+        # an installed version above its floor would be left as it is
+        return [*into, "--upgrade", "--resolution", "lowest-direct"]
+    wanted = [f"torch=={environment.torch}", f"triton=={environment.triton}"]
+    return [*into, "--constraints", str(constraints), *wanted]
+
+
+def install(environment: Environment) -> Path:
+    """The environment's Python; one that is there is brought up to date."""
+    place = FOLDER / environment.name
+    python = place / "bin" / "python"
+    given = public(os.environ)
+    if not python.is_file():
+        command = [uv(), "venv", "--no-config", "--quiet", "--python", PYTHON, str(place)]
+        subprocess.run(command, check=True, cwd=ROOT, env=given)
+    constraints = place / "constraints.txt"
+    constraints.write_text(others((ROOT / "constraints.txt").read_text()))
+    subprocess.run(installation(environment, python, constraints), check=True, cwd=ROOT, env=given)
+    return python
+
+
+def versions(python: Path) -> dict[str, str]:
+    code = (
+        "import json, platform, importlib.metadata as m; names = ('torch', 'triton', 'numpy', 'rich', 'typer', 'jinja2',"
+        " 'matplotlib', 'pytest', 'hypothesis', 'transformers');"
+        "print(json.dumps({'python': platform.python_version(), **{n: m.version(n) for n in names}}))"
+    )
+    run = subprocess.run([str(python), "-c", code], check=True, capture_output=True, text=True)
+    return json.loads(run.stdout)
+
+
+def outcome(code: int, output: str) -> dict[str, Any]:
+    """What pytest's last line counts and which tests failed."""
+    last = output.rstrip().splitlines()[-1] if output.strip() else ""
+    counts = {name.rstrip("s") if name.startswith("error") else name: int(n) for n, name in COUNTS.findall(last)}
+    bad = re.findall(r"^(?:FAILED|ERROR) (\S+(?: [^-\s]\S*)*)", output, re.M)
+    return {"ok": code == 0, "counts": counts, "failed": bad[:WORST_SHOWN]}
+
+
+def run_part(environment: Environment, python: Path, part: str) -> dict[str, Any]:
+    place = FOLDER / environment.name
+    given = {**public(os.environ), "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(place / f"cache-{part}")}
+    if part == "interpreter":
+        given["TRITON_INTERPRET"] = "1"
+    shutil.rmtree(given["TRITON_CACHE_DIR"], ignore_errors=True)
+    found = place / "kernels.json"
+    command = [str(python), *PARTS[part], *([str(found)] if part == "kernels" else ["-p", "no:cacheprovider"])]
+    begin = time.monotonic()
+    with (place / f"{part}.log").open("w+") as log:
+        code = subprocess.run(command, cwd=ROOT, env=given, stdout=log, stderr=subprocess.STDOUT).returncode
+        log.seek(0)
+        output = log.read()
+    result = {
+        "seconds": round(time.monotonic() - begin),
+        "commit": commit(),
+        "machine": f"{platform.system()} {platform.machine()}",
+    }
+    if part == "kernels":
+        rows = json.loads(found.read_text())["rows"] if code == 0 else []
+        return {"ok": code == 0, **result, "rows": rows}
+    return {**outcome(code, output), **result}
+
+
+def commit() -> str:
+    run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return run.stdout.strip() or "unknown"
+
+
+def merged(data: Mapping[str, Any], name: str, found: Mapping[str, str], part: str, result: Any) -> dict[str, Any]:
+    """The record with one more result; results of an environment with other versions do not stay."""
+    old = data.get(name, {})
+    same = old.get("versions") == dict(found)
+    parts = {**(old.get("parts", {}) if same else {}), part: result}
+    return {**data, name: {"versions": dict(found), "parts": parts}}
+
+
+def chosen(names: Sequence[str]) -> list[Environment]:
+    known = {environment.name: environment for environment in ENVIRONMENTS}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise SystemExit(f"matrix: no environment is named {unknown[0]!r}, there are {', '.join(known)}.")
+    return [known[name] for name in names] or list(ENVIRONMENTS)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("environments", nargs="*", help="names of environments (all)")
+    parser.add_argument("--part", dest="parts", action="append", choices=PARTS, help="a part; may be repeated (all)")
+    parser.add_argument("--list", action="store_true", help="environments and parts, nothing is run")
+    options = parser.parse_args(arguments)
+    environments = chosen(options.environments)
+    if options.list:
+        print(*(f"{each.name:<12} {each.torch or 'floors':<8} {each.triton}" for each in environments), *PARTS, sep="\n")
+        return 0
+    bad = 0
+    for environment in environments:
+        print(f"{environment.name}: installing", flush=True)
+        python = install(environment)
+        found = versions(python)
+        for part in options.parts or PARTS:
+            print(f"{environment.name}: {part}, log in .matrix/{environment.name}/{part}.log", flush=True)
+            result = run_part(environment, python, part)
+            data = json.loads(DATA.read_text()) if DATA.is_file() else {}
+            DATA.write_text(json.dumps(merged(data, environment.name, found, part, result), indent=1) + "\n")
+            told = result.get("counts") or f"{len(result.get('rows', ()))} kernels"
+            print(f"{environment.name}: {part} {'ok' if result['ok'] else 'FAILED'}, {told}, {result['seconds']} s", flush=True)
+            bad += not result["ok"]
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
