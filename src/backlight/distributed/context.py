@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from backlight import api, registry
+from backlight import registry
 from backlight.call import Call
+from backlight.contexts import entered
 from backlight.distributed import rule
 from backlight.distributed.autograd import Strategy, run
 from backlight.distributed.blocks import Shards
@@ -191,5 +192,5 @@ def context_parallel(
     the context itself, `attention(..., context=ctx)`, which needs no block.
     """
     context = ContextParallel(mesh, layout, strategy, sum_learned, check, timeout)
-    with api.entered(context):
+    with entered(context):
         yield context

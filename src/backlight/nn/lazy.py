@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from backlight.arguments import check_flag, check_number, check_whole
 from backlight.nn.attention import Attention
 
 
@@ -45,8 +46,9 @@ class LazyAttention(Attention):
         dtype: torch.dtype | None = None,
         **options: Any,
     ):
-        if distances < 1:
-            raise ValueError(f"distances must be >= 1, got {distances}")
+        check_whole("distances", distances, least=1)
+        check_number("tau", tau)
+        check_flag("two_sided", two_sided)
         self._initial_tau = tau
         super().__init__(dim, heads, kv_heads, head_dim, device=device, dtype=dtype, **options)
         columns = 2 * distances - 1 if two_sided else distances
