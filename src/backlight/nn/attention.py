@@ -63,8 +63,8 @@ class Attention(nn.Module):
         super().__init__()
         for name, count in (("dim", dim), ("heads", heads)):
             check_whole(name, count, least=1)
-        for name, count in (("kv_heads", kv_heads), ("head_dim", head_dim)):
-            check_whole(name, count, least=1, optional=True)
+        for name, part in (("kv_heads", kv_heads), ("head_dim", head_dim)):
+            check_whole(name, part, least=1, optional=True)
         for name, flag in (("qk_norm", qk_norm), ("sink", sink), ("gate", gate), ("linear_bias", linear_bias)):
             check_flag(name, flag)
         check_factory(backend, device, dtype)
