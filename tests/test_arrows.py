@@ -16,7 +16,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "arguments": set(),
     "call": {"spec"},
-    "binding": {"spec", "call"},
+    "binding": {"spec", "call", "arguments"},
     "contexts": {"call", "arguments"},
     "reference": {"spec", "call"},
     "cases": {"spec", "call", "reference"},
@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "registry": {"spec", "call", "errors"},
     "batching": set(),
     "ops": {"spec", "call", "registry", "batching"},
-    "api": {"spec", "call", "binding", "contexts", "errors", "registry", "ops"},
+    "api": {"spec", "call", "arguments", "binding", "contexts", "errors", "registry", "ops"},
     "survivors": {"spec", "call", "ops", "api"},
     "": {"spec", "errors", "api", "survivors"},
     # the options of a layer are checked by the code that checks those of a call

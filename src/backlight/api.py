@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from backlight import ops, registry
+from backlight.arguments import shown
 from backlight.binding import (
     Window,
     autocast,
@@ -330,6 +331,6 @@ def call_of(
 
 
 def _known(backend: str | None) -> str | None:
-    if backend is not None and backend not in registry.names():
-        raise ValueError(f"backend must be one of {', '.join(registry.names())} or None, got {backend!r}")
+    if backend is not None and not (isinstance(backend, str) and backend in registry.names()):
+        raise ValueError(f"backend must be one of {', '.join(registry.names())} or None, got {shown(backend)}")
     return backend

@@ -26,6 +26,8 @@ def check_whole(name: str, value: Any, least: int | None = None, optional: bool 
         raise TypeError(f"{name} must be {wanted}, got {shown(value)}")
     if least is not None and value < least:
         raise ValueError(f"{name} must be {wanted}, got {value}")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} must be {wanted} of 64 bits, got {value}")
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -45,7 +45,11 @@ _graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 @contextmanager
 def entered(context: Context) -> Iterator[None]:
     """Calls of this thread inside that name no context use this one."""
+    global _look_up
     thread = threading.get_ident()
+    if _look_up is _of_this_thread:
+        # a compiler must ask at every call; made here because saying so imports all of torch's compiler
+        _look_up = torch.compiler.disable(_of_this_thread)
     with _lock:
         blocks.setdefault(thread, []).append(context)
     try:
@@ -63,10 +67,9 @@ def innermost(context: Context | None) -> Context | None:
         if not (hasattr(context, "attention") and hasattr(context, "explain")):
             raise TypeError(f"context must be a ContextParallel or None, got {shown(context)}")
         return context
-    return _of_this_thread() if blocks else None
+    return _look_up() if blocks else None
 
 
-@torch.compiler.disable
 def _of_this_thread() -> Context | None:
     own = blocks.get(threading.get_ident())
     if own:
@@ -81,6 +84,9 @@ def _of_this_thread() -> Context | None:
             f"{len(open_blocks)} threads are in blocks of their own"
         )
     return open_blocks[0] if open_blocks else None
+
+
+_look_up: Callable[[], Context | None] = _of_this_thread
 
 
 def _in_a_thread_of_autograd() -> bool:

@@ -103,7 +103,7 @@ def test_refusals() -> None:
         KVCache(0)
     layer, cache = Attention(DIM, HEADS), KVCache()
     layer(x, cache=cache)
-    with pytest.raises(ValueError, match=r"the cache holds batch and heads \(1, 4\), got keys with \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"k must have the batch and heads the cache holds, \(1, 4\), got \(2, 4\)"):
         layer(x.expand(2, -1, -1), cache=cache)
 
 

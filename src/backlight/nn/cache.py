@@ -125,9 +125,9 @@ class KVCache:
     @staticmethod
     def _check_fits(old_k: Tensor, k: Tensor, old_v: Tensor, v: Tensor) -> None:
         if old_k.shape[:2] != k.shape[:2]:
+            held, came = tuple(old_k.shape[:2]), tuple(k.shape[:2])
             raise ValueError(
-                f"the cache holds batch and heads {tuple(old_k.shape[:2])}, got keys with {tuple(k.shape[:2])}; "
-                "use one cache per layer and per batch"
+                f"k must have the batch and heads the cache holds, {held}, got {came}: use one cache per layer and per batch"
             )
         for name, old, x in (("k", old_k, k), ("v", old_v, v)):
             if x.shape[3] != old.shape[3]:

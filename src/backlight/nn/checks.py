@@ -24,7 +24,7 @@ def check_factory(backend: Any, device: Any, dtype: Any) -> None:
         return
     try:
         torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"device must be a torch.device, its name or None, got {shown(device)}") from error
 
 

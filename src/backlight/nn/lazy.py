@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from backlight.arguments import check_flag, check_number, check_whole
 from backlight.nn.attention import Attention
 
+LARGEST = torch.finfo(torch.float32).max
+
 
 class LazyAttention(Attention):
     """`Attention` whose scores carry a learned bias by distance and whose weights are relu(p + tau / n).
@@ -48,8 +50,10 @@ class LazyAttention(Attention):
     ):
         check_whole("distances", distances, least=1)
         check_number("tau", tau)
+        if not abs(tau) <= LARGEST:
+            raise ValueError(f"tau must be a number that fp32 holds, got {tau}")
         check_flag("two_sided", two_sided)
-        self._initial_tau = tau
+        self._initial_tau = float(tau)
         super().__init__(dim, heads, kv_heads, head_dim, device=device, dtype=dtype, **options)
         columns = 2 * distances - 1 if two_sided else distances
         self.spec = self.spec.replace(bias=True, bias_origin=columns - distances, tau=True)

@@ -131,10 +131,12 @@ def _check_position_bias(position_bias: Any, query: Tensor, key: Tensor) -> None
 def _refuse(query: Tensor, key: Tensor, attention_mask: Tensor | None, dropout: float, options: dict[str, Any]) -> None:
     if dropout:
         raise NotImplementedError(f"{NAME} has no attention dropout, got {dropout}: set it to 0 in the config")
-    if options.get("output_attentions"):
+    weights = options.get("output_attentions")
+    if not (weights is None or weights is False):
         raise NotImplementedError(f"{NAME} never forms the attention weights: output_attentions needs 'eager'")
     if options.get("cache") is not None:
-        raise NotImplementedError(f"{NAME} does not read paged caches, got cache={shown(options['cache'])}")
+        came = shown(options["cache"])
+        raise NotImplementedError(f"cache must be None, got {came}: {NAME} does not read paged caches")
     numbers = (query.shape[0], 1, 1, key.shape[2] + query.shape[2])
     if attention_mask is not None and (attention_mask.is_floating_point() or tuple(attention_mask.shape) != numbers):
         shape = tuple(attention_mask.shape)

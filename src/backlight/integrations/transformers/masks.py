@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight.arguments import check_tensor, check_whole
+from backlight.arguments import check_tensor, check_whole, shown
 from backlight.integrations.transformers.probing import REFUSAL, probe
 
 # numbers of a mask that says nothing but which keys are padding, and of one that packs sequences
@@ -106,6 +106,9 @@ def attention_mask(
     if not pattern.causal:
         # rows of a full mask keep what they see; whether they are padding themselves is not known here
         return torch.cat([keys, keys.new_ones(batch_size, q_length)], dim=1)[:, None, None]
+    if not isinstance(start, Tensor) and not 0 <= start <= kv_length - q_length:
+        places = f"{q_length} from key {start} of {kv_length} on"
+        raise ValueError(f"q_length must be of rows that sit at keys, got {places} (q_offset - kv_offset is {start})")
     # keys behind the last row belong to a cache with room to spare
     positions = torch.arange(kv_length, device=device)
     keys = keys * (positions < start + q_length)
@@ -118,7 +121,7 @@ def _check(batch: Any, q_length: Any, kv_length: Any, kv_offset: Any, mask_funct
     for name, length in lengths.items():
         check_whole(name, length, least=0)
     if not (mask_function is None or callable(mask_function)):
-        raise TypeError(f"mask_function must be a function of (batch, head, row, key) or None, got {mask_function!r}")
+        raise TypeError(f"mask_function must be a function of (batch, head, row, key) or None, got {shown(mask_function)}")
     if padding is None:
         return
     check_tensor("attention_mask", padding, "[batch_size, seen keys]")
