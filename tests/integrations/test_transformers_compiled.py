@@ -65,6 +65,22 @@ def test_compiled_without_a_cache(name: str, mask: str) -> None:
     compiled_like(made(CAUSAL[name]), lambda m: m(tokens, attention_mask=padded, use_cache=False).logits, rows)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@torch.no_grad()
+def test_compiled_by_inductor(name: str, side: str) -> None:
+    """It writes the borders of one layer where others were before, without a new version: they must be read again."""
+    torch._dynamo.reset()
+    model, mask, tokens = made(CAUSAL[name]).eval(), padding(side), torch.randint(VOCABULARY, (B, S))
+    model.set_attn_implementation("eager")
+    want = model(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()]
+    model.set_attn_implementation("backlight")
+    got = torch.compile(model, fullgraph=True)(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()]
+    assert_close(got, want, "logits")
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_compiled_packed_sequences(name: str) -> None:
     """The borders are values of the graph: other borders must not need another one, and must not be those of before."""
