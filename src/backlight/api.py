@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypedDict, overload
+from typing import Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from backlight import ops, registry
+from backlight.arguments import shown
 from backlight.binding import (
     Window,
     autocast,
@@ -25,22 +25,7 @@ from backlight.binding import (
     remember,
 )
 from backlight.call import Call
-
-
-class Context(Protocol):
-    """Where a sequence lies when this process holds only a part of it: see `backlight.distributed.context_parallel`."""
-
-    def attention(
-        self, bind: Callable[..., Call], tensors: tuple[Any, ...], options: dict[str, Any], backend: str | None
-    ) -> tuple[Tensor, Tensor]:
-        """(y, lse) of this process' rows, differentiable; `bind(*tensors, **options)` makes the call they belong to."""
-        ...
-
-    def explain(
-        self, bind: Callable[..., Call], tensors: tuple[Any, ...], options: dict[str, Any], backend: str | None
-    ) -> tuple[Call, dict[str, tuple[str, ...]]]:
-        """A call such as a backend of this process would get, and every backend's reasons against it."""
-        ...
+from backlight.contexts import Context, blocks, innermost
 
 
 class Options(TypedDict, total=False):
@@ -122,7 +107,7 @@ def attention(
         "bias_origin": bias_origin,
     }
     tensors = (q, k, v, bias, sink, tau, gate, None, None)
-    if context is None and not _contexts and ops.unobserved(tensors):
+    if context is None and not blocks and ops.unobserved(tensors):
         call = _bind_like_before(tensors, options, backend)
         y, lse = ops.attention_unobserved(call, backend, return_lse)
     else:
@@ -198,7 +183,7 @@ def attention_varlen(
         "bias_origin": bias_origin,
     }
     tensors = (q, k, v, bias, sink, tau, gate, cu_seqlens_q, cu_seqlens_k)
-    plain = context is None and not _contexts and cu_seqlens_q is not None and ops.unobserved(tensors)
+    plain = context is None and not blocks and cu_seqlens_q is not None and ops.unobserved(tensors)
     if plain and not torch.is_autocast_enabled(q.device.type):
         # autograd needs to see neither the views that make a batch of one, nor those that make it packed again
         with torch.no_grad():
@@ -249,7 +234,7 @@ def explain(
     """
     tensors = (q, k, v) if cu_seqlens_q is None else (q, k, v, cu_seqlens_q, cu_seqlens_k)
     bind = _bind if cu_seqlens_q is None else _bind_packed
-    context, backend = _innermost(context), _known(backend)
+    context, backend = innermost(context), _known(backend)
     if context is None:
         call = bind(*tensors, **options)
         reasons = registry.refusals(call)
@@ -260,29 +245,10 @@ def explain(
     return Explanation(chosen, None if chosen is None else registry.get(chosen).config(call), reasons)
 
 
-# the innermost last; a plain list, not a context variable: a backward that recomputes may run in a thread of its own
-_contexts: list[Context] = []
-
-
-@contextmanager
-def entered(context: Context) -> Iterator[None]:
-    """Calls inside that name no context use this one."""
-    _contexts.append(context)
-    try:
-        yield
-    finally:
-        _contexts.remove(context)
-
-
-def _innermost(context: Context | None) -> Context | None:
-    """The context named, or that of the innermost block."""
-    return _contexts[-1] if context is None and _contexts else context
-
-
 def _run(
     bind: Callable[..., Call], tensors: tuple[Any, ...], options: dict[str, Any], backend: str | None, context: Context | None
 ) -> tuple[Tensor, Tensor]:
-    context = _innermost(context)
+    context = innermost(context)
     if context is not None:
         return context.attention(bind, tensors, options, backend)
     return ops.attention(bind(*tensors, **options), _known(backend))
@@ -359,12 +325,12 @@ def call_of(
 ) -> Call:
     """The call that `attention` or, with cu_seqlens_q, `attention_varlen` makes of these arguments, checked."""
     _known(backend)
-    if _innermost(None) is not None:
+    if innermost(None) is not None:
         raise ValueError("this call is one rank's shard of a longer sequence (context_parallel); leave the block first")
     return _bind(q, k, v, **options) if cu_seqlens_q is None else _bind_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
 
 
 def _known(backend: str | None) -> str | None:
-    if backend is not None and backend not in registry.names():
-        raise ValueError(f"backend must be one of {', '.join(registry.names())} or None, got {backend!r}")
+    if backend is not None and not (isinstance(backend, str) and backend in registry.names()):
+        raise ValueError(f"backend must be one of {', '.join(registry.names())} or None, got {shown(backend)}")
     return backend

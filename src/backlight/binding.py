@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backlight.arguments import shown
 from backlight.call import DTYPES, Call, Memory, layout_of
 from backlight.spec import AttentionSpec
 
@@ -45,7 +46,7 @@ def _sides(window: Any) -> tuple[Any, Any]:
     if window is None:
         return None, None
     if not (isinstance(window, (tuple, list)) and len(window) == 2):
-        raise ValueError(f"window must be a pair (left, right) or None, got {window!r}")
+        raise ValueError(f"window must be a pair (left, right) or None, got {shown(window)}")
     return window[0], window[1]
 
 

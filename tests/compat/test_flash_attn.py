@@ -87,7 +87,7 @@ def test_packed_layouts_are_views_of_the_same() -> None:
     assert torch.equal(compat.flash_attn_qkvpacked_func(qkv, causal=True), want)
     assert torch.equal(compat.flash_attn_qkvpacked_func(qkv, 0.0, None, True), want)
     assert torch.equal(compat.flash_attn_kvpacked_func(qkv[:, :, 0], qkv[:, :, 1:], causal=True), want)
-    with pytest.raises(ValueError, match=r"qkv must have 3 as its third last dimension, got shape \(2, 6, 2, 4, 8\)"):
+    with pytest.raises(ValueError, match=r"qkv must be \[B, S, 3, H, D\], .* got shape \(2, 6, 2, 4, 8\)"):
         compat.flash_attn_qkvpacked_func(qkv[:, :, 1:])
 
 
@@ -103,6 +103,34 @@ def test_varlen_gives_what_each_gives_alone() -> None:
     torch.testing.assert_close(packed, torch.cat(alone))
     assert torch.equal(compat.flash_attn_varlen_qkvpacked_func(qkv, cu, 7, **options), packed)
     assert torch.equal(compat.flash_attn_varlen_kvpacked_func(qkv[:, 0], qkv[:, 1:], cu, cu, 7, 7, **options), packed)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("named", [1, 3, 7, 70])
+def test_alibi_of_packed_sequences_reaches_as_far_as_they_do(named: int, causal: bool) -> None:
+    """max_seqlen used to set the length of the table: keys beyond one that was too small lost their bias."""
+    lengths_q, lengths_k = [3, 7, 0, 2], [9, 4, 2, 2]
+    cu_q, cu_k = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (lengths_q, lengths_k))
+    slopes = torch.tensor([0.5, 0.25, 0.125, 1.0], dtype=torch.float64, requires_grad=True)
+    q, k, v = (torch.randn(n, h, 8, dtype=torch.float64) for n, h in ((12, 4), (17, 2), (17, 2)))
+    packed = compat.flash_attn_varlen_func(q, k, v, cu_q, cu_k, named, named, causal=causal, alibi_slopes=slopes)
+    alone = [
+        compat.flash_attn_func(*(x[None] for x in parts), causal=causal, alibi_slopes=slopes)[0]
+        for parts in zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
+    ]
+    torch.testing.assert_close(packed, torch.cat(alone))
+    dy = torch.randn_like(packed)
+    got, want = (torch.autograd.grad(y, slopes, dy)[0] for y in (packed, torch.cat(alone)))
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_alibi_slopes_of_low_precision_keep_every_distance(dtype: torch.dtype) -> None:
+    """256 and 257 are one number in bf16; slopes that bf16 holds exactly must give what the same slopes give in fp32."""
+    q, k, v, _ = (x.float() for x in tensors(2, 2600))
+    slopes = torch.tensor([0.5, 0.25, 2**-6, 2**-9])
+    want = compat.flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes)
+    assert torch.equal(compat.flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes.to(dtype)), want)
 
 
 def test_deterministic_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,7 @@ def test_padding_may_hold_anything() -> None:
         ({"window_size": 0}, "window_size must lie between 1 and the columns of bias, 5, got 0"),
         ({"varlen": torch.tensor([9, 4])}, r"varlen must be \[3\] integer lengths, got shape \(2,\)"),
         ({"varlen": torch.tensor([9.0, 4.0, 1.0])}, "varlen must be .* of torch.float32"),
+        ({"varlen": torch.tensor([True, False, True])}, r"varlen must be \[3\] integer lengths, .* of torch.bool"),
         ({"varlen": torch.tensor([10, 4, 1])}, r"varlen must lie between 0 and the padded length 9, got \[10, 4, 1\]"),
     ],
 )

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import backlight
-from backlight import api
 from backlight.backends.tiled import TiledBackend
+from backlight.contexts import entered
 from backlight.distributed import ContextParallel
 from backlight.distributed.local import NO_PARTS, ROUNDED
 from backlight.distributed.simulation import Alone
@@ -57,7 +57,7 @@ def test_a_backend_that_would_round_parts(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_inside_the_block_of_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TiledBackend, "parts", False)
-    with api.entered(context("ring")):
+    with entered(context("ring")):
         assert backlight.explain(Q, Q, Q).chosen is None
     assert backlight.explain(Q, Q, Q).chosen == "tiled"
 

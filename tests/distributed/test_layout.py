@@ -70,3 +70,22 @@ def test_helpers_of_the_context(layout: str) -> None:
         assert torch.equal(context.unshard(own.T, 0), tokens.T)
 
     simulate(4, examine)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_labels_hold_what_is_ignored(dtype: torch.dtype) -> None:
+    """-100 is no uint8: it used to wrap to 156, a token like any other."""
+    tokens = torch.tensor([[7, 120, 3, 4]], dtype=dtype)
+    (labels,) = simulate(1, lambda rank: ContextParallel(rank).labels(tokens))
+    assert labels.tolist() == [[120, 3, 4, -100]]
+    assert labels.dtype == (torch.int64 if dtype == torch.uint8 else dtype)
+    (labels,) = simulate(1, lambda rank: ContextParallel(rank).labels(tokens, ignored=200))
+    assert labels.tolist() == [[120, 3, 4, 200]]
+    (kept,) = simulate(1, lambda rank: ContextParallel(rank).labels(tokens, ignored=100))
+    assert kept.dtype == dtype
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0)])
+def test_labels_of_nothing(shape: tuple[int, ...]) -> None:
+    (labels,) = simulate(1, lambda rank: ContextParallel(rank).labels(torch.zeros(shape, dtype=torch.int64)))
+    assert labels.shape == shape

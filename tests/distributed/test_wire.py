@@ -205,7 +205,7 @@ def test_wrong_settings(settings: dict[str, str], words: str) -> None:
 
 
 def test_wrong_mesh() -> None:
-    with pytest.raises(TypeError, match="mesh must be a DeviceMesh, a process group or a Communicator, got int"):
+    with pytest.raises(TypeError, match="mesh must be a DeviceMesh, a process group or a Communicator, got 4"):
         ContextParallel(4)
 
 
@@ -215,18 +215,25 @@ def test_all_to_all_by_name_needs_heads_that_divide() -> None:
         simulate(2, lambda rank: prepared(rank, q, "zigzag", "all_to_all", {}))
 
 
-def test_first_check_only() -> None:
-    """check="first" compares once per kind of call."""
-    q = torch.randn(1, 2, 16, 8)
+@pytest.mark.parametrize(("check", "steps"), [("always", "fbfbfbfb"), ("first", "fbffbf")])
+def test_what_is_compared_when(check: str, steps: str) -> None:
+    """Options before every call; under check="first" a backward only once per kind of call, the same on every rank.
 
-    def work(rank: Simulated) -> int:
-        counted = []
+    Shards of 21 and of 24 are equally long on one of two ranks: what is new must not be judged by a rank's own shard.
+    """
+    wholes = [torch.randn(1, 2, length, 8) for length in (21, 24)]
+
+    def work(rank: Simulated) -> str:
+        counted: list[str] = []
         gather = rank.gather_numbers
         rank.gather_numbers = lambda row, step: counted.append(step) or gather(row, step)
-        context = ContextParallel(rank, strategy="ring", check="first")
-        own = context.shard(q, 2)
-        for causal in (True, True, False, True):
-            backlight.attention(own, own, own, causal=causal, context=context)
-        return len(counted)
+        context = ContextParallel(rank, strategy="ring", check=check)
+        for whole in (wholes[0], wholes[0], wholes[1], wholes[1]):
+            own = context.shard(whole, 2).detach()
+            strategy, call, _ = context.prepare(api._bind, (own, own, own), {}, None)
+            y, _, kept = strategy.forward(call)
+            options = Options(call.spec, None, None, False, True, context._calls, context._backward_compared)
+            backward(strategy, options, tuple(kept), torch.ones_like(y), None, frozenset(("dq",)))
+        return "".join(step[0] if step.startswith("b") else "f" for step in counted)
 
-    assert simulate(2, work) == [2, 2]
+    assert simulate(2, work) == [steps, steps]

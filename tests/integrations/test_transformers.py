@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,105 +10,36 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra `test` brings it)")
 
+from small_models import (  # noqa: E402
+    CAUSAL,
+    HEADS,
+    SIDES,
+    SMALL,
+    VOCABULARY,
+    WITH_POSITION_BIAS,
+    B,
+    S,
+    assert_close,
+    assert_same,
+    both,
+    gpt_oss,
+    llama,
+    made,
+    mistral,
+    padding,
+    t5,
+)
+
 from backlight.integrations.transformers import attention_forward, register  # noqa: E402
 from backlight.integrations.transformers.forward import by_distance  # noqa: E402
 
 # transformers looks into allocators of its own
 pytestmark = pytest.mark.clean_memory
 
-B, S, VOCABULARY = 3, 12, 40
-SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-SIDES = {"no padding": None, "left": [0, 3, 7], "right": [0, -3, -7]}
-
 
 @pytest.fixture(autouse=True, scope="module")
 def registered() -> None:
     register()
-
-
-def llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **HEADS))
-
-
-def mistral() -> nn.Module:
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL, **HEADS, sliding_window=4))
-
-
-def gpt_oss() -> nn.Module:
-    """Sinks, and a window of 4 in every other layer."""
-    config = transformers.GptOssConfig(**SMALL, **HEADS, num_local_experts=2, num_experts_per_tok=1, sliding_window=4)
-    model = transformers.GptOssForCausalLM(config)
-    for layer in model.model.layers:
-        nn.init.normal_(layer.self_attn.sinks)
-    return model
-
-
-def gemma2() -> nn.Module:
-    """Soft-capped scores, its own scale, a window of 4 in every other layer."""
-    config = transformers.Gemma2Config(
-        **SMALL, **HEADS, attn_logit_softcapping=0.5, sliding_window=4, query_pre_attn_scalar=3, hidden_activation="gelu"
-    )
-    return transformers.Gemma2ForCausalLM(config)
-
-
-CAUSAL: dict[str, Callable[[], nn.Module]] = {"llama": llama, "mistral": mistral, "gpt-oss": gpt_oss, "gemma2": gemma2}
-
-
-def t5() -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
-        decoder_start_token_id=0, relative_attention_num_buckets=8, relative_attention_max_distance=10,
-    )  # fmt: skip
-    model = transformers.T5ForConditionalGeneration(config)
-    for stack in (model.encoder, model.decoder):
-        nn.init.normal_(stack.block[0].layer[0].SelfAttention.relative_attention_bias.weight)
-    return model
-
-
-def made(make: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return make().train()
-
-
-def padding(side: str) -> Tensor | None:
-    if SIDES[side] is None:
-        return None
-    mask = torch.ones(B, S, dtype=torch.long)
-    for row, count in zip(mask, SIDES[side], strict=True):
-        if count:
-            row[:count] = 0 if count > 0 else row[:count]
-            row[count:] = 0 if count < 0 else row[count:]
-    return mask
-
-
-def both(model: nn.Module, forward: Callable[[nn.Module], Tensor]) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
-    """Implementation -> (output, gradients by parameter) of `forward`, which returns what counts as output."""
-    found = {}
-    for implementation in ("eager", "backlight"):
-        model.set_attn_implementation(implementation)
-        model.zero_grad()
-        y = forward(model)
-        torch.manual_seed(1)
-        (y * torch.randn_like(y)).sum().backward()
-        found[implementation] = (y.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    return found
-
-
-def assert_close(got: Tensor, want: Tensor, name: str) -> None:
-    """In norm, to what two layers of fp32 arithmetic leave; a lost key or a wrong sign is worth 1e-2 and more. (float64 is
-    no better: eager forms its weights in fp32 there too, and makes NaN of rows that are padding.)"""
-    error, size = (got - want).norm(), want.norm()
-    assert error <= 1e-5 * size + 1e-12, f"{name}: off by {error:.1e} of {size:.1e}"
-
-
-def assert_same(found: dict[str, tuple[Tensor, dict[str, Tensor]]]) -> None:
-    (y, grads), (other, other_grads) = found["backlight"], found["eager"]
-    assert y.numel()
-    assert_close(y, other, "output")
-    assert set(grads) == set(other_grads)
-    for name, grad in grads.items():
-        assert_close(grad, other_grads[name], name)
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -210,15 +140,47 @@ def test_generation_of_an_encoder_decoder(side: str) -> None:
     assert_close(logits["backlight"], logits["eager"], "logits")
 
 
-def test_compiled_in_one_graph() -> None:
-    torch._dynamo.reset()
-    model = made(llama)
-    tokens = torch.randint(VOCABULARY, (B, S))
-    model.set_attn_implementation("backlight")
-    plain = model(tokens).logits
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(tokens).logits
-    torch.testing.assert_close(compiled, plain)
-    torch._dynamo.reset()
+@pytest.mark.parametrize("side", ["no padding", "right"])
+@pytest.mark.parametrize("room", [0, 1, 9])
+@pytest.mark.parametrize("name", WITH_POSITION_BIAS)
+@torch.no_grad()
+def test_position_bias_with_a_static_cache(name: str, room: int, side: str) -> None:
+    """The dense bias of such a cache goes on behind the last row. Its table was read as if the last row were at the end of the
+    cache: every distance was off by the room that was left."""
+    from transformers import EncoderDecoderCache, StaticCache
+
+    model, mask = made(WITH_POSITION_BIAS[name]).eval(), padding(side)
+    tokens, answer = torch.randint(1, VOCABULARY, (B, S)), torch.randint(1, VOCABULARY, (B, 7))
+    logits = {}
+    for implementation in ("eager", "backlight"):
+        model.set_attn_implementation(implementation)
+        seen = model.encoder(tokens, attention_mask=mask)
+        config = model.config.get_text_config(decoder=True)
+        caches = [StaticCache(config=config, max_cache_len=length) for length in (answer.shape[1] + room, S)]
+        cache = EncoderDecoderCache(*caches)
+        # three rows into an empty cache, then two, then one at a time
+        logits[implementation] = torch.cat(
+            [
+                model(encoder_outputs=seen, attention_mask=mask, decoder_input_ids=part, past_key_values=cache).logits
+                for part in answer.split([3, 2, 1, 1], dim=1)
+            ],
+            dim=1,
+        )
+    assert_close(logits["backlight"], logits["eager"], "logits")
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", WITH_POSITION_BIAS)
+@torch.no_grad()
+def test_generation_with_position_bias(name: str, cache: str) -> None:
+    model, tokens = made(WITH_POSITION_BIAS[name]).eval(), torch.randint(1, VOCABULARY, (B, S))
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "disable_compile": True}
+    logits = {}
+    for implementation in ("eager", "backlight"):
+        model.set_attn_implementation(implementation)
+        text = model.generate(tokens, **options, cache_implementation=cache, return_dict_in_generate=True, output_logits=True)
+        logits[implementation] = torch.stack(text.logits)
+    assert_close(logits["backlight"], logits["eager"], "logits")
 
 
 def test_checkpointed_layers() -> None:

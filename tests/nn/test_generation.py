@@ -97,13 +97,13 @@ def test_refusals() -> None:
     x = torch.randn(1, 2, DIM)
     with pytest.raises(ValueError, match="cache needs a causal layer"):
         Attention(DIM, HEADS, causal=False)(x, cache=KVCache())
-    with pytest.raises(ValueError, match="not with cu_seqlens"):
+    with pytest.raises(ValueError, match="cache must be None with cu_seqlens"):
         Attention(DIM, HEADS)(x[0], cu_seqlens=torch.tensor([0, 2]), cache=KVCache())
-    with pytest.raises(ValueError, match="capacity must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="capacity must be an int >= 1, got 0"):
         KVCache(0)
     layer, cache = Attention(DIM, HEADS), KVCache()
     layer(x, cache=cache)
-    with pytest.raises(ValueError, match=r"the cache holds batch and heads \(1, 4\), got keys with \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"k must have the batch and heads the cache holds, \(1, 4\), got \(2, 4\)"):
         layer(x.expand(2, -1, -1), cache=cache)
 
 
@@ -113,3 +113,80 @@ def test_inference_mode() -> None:
     x = torch.randn(1, 7, DIM, dtype=torch.float64)
     in_steps = torch.cat([layer(part, cache=cache) for part in x.split(1, dim=1)], dim=1)
     torch.testing.assert_close(in_steps, layer(x))
+
+
+# --- nothing silent ----------------------------------------------------------------------------------------------------------
+
+
+def keys(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*(shape or (2, 4, 3, 8)), dtype=dtype)
+
+
+def state(cache: KVCache) -> tuple[tuple[int, ...], list[torch.Tensor]]:
+    rooms = [room for room in (cache._k, cache._v) if room is not None]
+    held = [room[:, :, cache._begin : cache._end].clone() for room in rooms]
+    return (cache.length, cache.kept, cache._begin, cache._end), held
+
+
+def assert_unchanged(cache: KVCache, before: tuple[tuple[int, ...], list[torch.Tensor]]) -> None:
+    after = state(cache)
+    assert after[0] == before[0]
+    assert all(torch.equal(now, then) for now, then in zip(after[1], before[1], strict=True))
+
+
+MISMATCHES = {
+    "v of one sequence": (keys(), keys(1, 4, 3, 8), ValueError, "v must have the batch, heads and length of k"),
+    "v of one head": (keys(), keys(2, 1, 3, 8), ValueError, r"v must have .* got shape \(2, 1, 3, 8\)"),
+    "v of one position": (keys(), keys(2, 4, 1, 8), ValueError, r"v must have .* got shape \(2, 4, 1, 8\)"),
+    "k one column wide": (keys(2, 4, 3, 1), keys(), ValueError, "k must have the head dimension the cache holds, 8, got 1"),
+    "v one column wide": (keys(), keys(2, 4, 3, 1), ValueError, "v must have the head dimension the cache holds, 8, got 1"),
+    "k and v of fp32": (keys().float(), keys().float(), TypeError, "k must have the dtype the cache holds"),
+    "v of fp32": (keys(), keys().float(), TypeError, "v must have the dtype of k"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISMATCHES)
+@torch.no_grad()
+def test_a_cache_broadcasts_nothing(mistake: str) -> None:
+    """Assignment into the room would stretch a dimension of 1 and cast a dtype without a word."""
+    k, v, error, words = MISMATCHES[mistake]
+    cache = KVCache(capacity=16)
+    cache.append(keys(), keys())
+    before = state(cache)
+    with pytest.raises(error, match=words):
+        cache.append(k, v)
+    assert_unchanged(cache, before)
+
+
+@pytest.mark.parametrize("filled", [0, 3, 4], ids=["empty", "with room", "full"])
+@pytest.mark.parametrize("name", ["lazy", "window"])
+@torch.no_grad()
+def test_a_call_that_raises_adds_nothing(name: str, filled: int) -> None:
+    """Keys of a failed call used to stay: the next step then saw them twice and sat at a wrong position."""
+    layer, cache, x = made(name), KVCache(capacity=4), torch.randn(2, 9, DIM, dtype=torch.float64)
+    if filled:
+        layer(x[:, :filled], cache=cache)
+    before = state(cache)
+    layer.backend = "hopper"
+    with pytest.raises(NotImplementedError):
+        layer(x[:, filled:], cache=cache)
+    assert_unchanged(cache, before)
+    layer.backend = None
+    torch.testing.assert_close(layer(x[:, filled:], cache=cache), layer(x)[:, filled:])
+
+
+def test_crop_takes_whole_numbers() -> None:
+    cache = KVCache()
+    cache.append(keys(), keys())
+    for length in (2.5, 2.0, True, "2", None):
+        with pytest.raises(TypeError, match="length must be an int"):
+            cache.crop(length)
+    assert (cache.length, cache.kept) == (3, 3)
+
+
+@torch.inference_mode()
+def test_a_cache_of_inference_mode_stays_there() -> None:
+    cache = KVCache()
+    cache.append(keys(), keys())
+    with torch.inference_mode(False), pytest.raises(RuntimeError, match=r"k must be appended under torch.inference_mode\(\)"):
+        cache.append(keys(), keys())

@@ -247,9 +247,26 @@ def test_two_sided_table() -> None:
     [
         (lambda: Attention(24, 4, kv_heads=3), "heads must be a multiple of kv_heads, got 4 and 3"),
         (lambda: Attention(25, 4), "dim must be a multiple of heads when head_dim is not given, got 25 and 4"),
-        (lambda: Attention(12, 4), "rope needs a base > 1 and an even head_dim, got 10000.0 and 3"),
+        (lambda: Attention(12, 4), "rope needs an even head_dim, got 3"),
         (lambda: Attention(24, 4, window=(-1, 0)), "window left must be >= 0"),
-        (lambda: LazyAttention(24, 4, distances=0), "distances must be >= 1, got 0"),
+        # 0 and () are false, and used to mean no window
+        (lambda: Attention(24, 4, window=0), r"window must be a pair \(left, right\) or None, got 0"),
+        (lambda: Attention(24, 4, window=()), r"window must be a pair \(left, right\) or None, got \(\)"),
+        (lambda: LazyAttention(24, 4, window=0), r"window must be a pair \(left, right\) or None, got 0"),
+        # a length of 1 used to broadcast over the rows
+        (
+            lambda: Attention(24, 4)(torch.randn(2, 5, 24), positions=torch.tensor([3])),
+            r"positions must be \[5\] or \[2, 5\], one for each row of x, got shape \(1,\)",
+        ),
+        (
+            lambda: Attention(24, 4)(torch.randn(2, 5, 24), positions=torch.zeros(2, 1, dtype=torch.int64)),
+            r"positions must be \[5\] or \[2, 5\], one for each row of x, got shape \(2, 1\)",
+        ),
+        (
+            lambda: Attention(24, 4)(torch.randn(5, 24), cu_seqlens=torch.tensor([0, 5]), positions=torch.tensor([3])),
+            r"positions must be \[5\], one for each row of x, got shape \(1,\)",
+        ),
+        (lambda: LazyAttention(24, 4, distances=0), "distances must be an int >= 1, got 0"),
         (lambda: Attention(24, 4)(torch.randn(5, 24)), r"x must be \[B, S, 24\], got shape \(5, 24\)"),
         (lambda: Attention(24, 4)(torch.randn(1, 5, 23)), r"x must be \[B, S, 24\], got shape \(1, 5, 23\)"),
         (
@@ -261,6 +278,14 @@ def test_two_sided_table() -> None:
 def test_bad_arguments_get_a_sentence(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_window_of_nothing_but_the_row_itself() -> None:
+    """(0, 0) is a window, the smallest there is."""
+    layer = Attention(DIM, HEADS, window=[0, 0], dtype=torch.float64)
+    assert layer.spec.window == (0, 0)
+    x = torch.randn(2, 5, DIM, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), layer.out(layer.project(x)[2].transpose(1, 2).flatten(2)))
 
 
 def test_repr_names_the_geometry() -> None:

@@ -135,5 +135,5 @@ def test_dead_rows_are_counted() -> None:
 
 def test_a_cache_is_refused() -> None:
     layer = Attention(DIM, HEADS)
-    with torch.no_grad(), statistics(layer), pytest.raises(ValueError, match="without a cache"):
+    with torch.no_grad(), statistics(layer), pytest.raises(ValueError, match="cache must be None where statistics are taken"):
         layer(torch.randn(1, 2, DIM), cache=backlight_nn.KVCache())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 import backlight
+from backlight.arguments import INTEGERS, check_tensor, check_whole
 
 
 def lazy_attention(
@@ -30,19 +33,19 @@ def lazy_attention(
     Returns:
         [B, H, S, Dv].
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x, "[B, H, S, D]")
+    check_tensor("bias", bias, "[H, n]")
+    check_tensor("tau", tau, "[H]")
     if window_size is not None:
+        check_whole("window_size", window_size, optional=True)
         if not 1 <= window_size <= bias.shape[-1]:
             raise ValueError(f"window_size must lie between 1 and the columns of bias, {bias.shape[-1]}, got {window_size}")
         bias = bias[:, :window_size]
     if varlen is None:
         return backlight.attention(q, k, v, causal=True, bias=bias, tau=tau)
     batch, _, length, _ = q.shape
-    if varlen.shape != (batch,) or varlen.dtype.is_floating_point:
-        raise ValueError(f"varlen must be [{batch}] integer lengths, got shape {tuple(varlen.shape)} of {varlen.dtype}")
-    if k.shape[2] != length:
-        raise ValueError(f"varlen needs keys as long as queries, {length}, got {k.shape[2]}")
-    if batch and not (int(varlen.min()) >= 0 and int(varlen.max()) <= length):
-        raise ValueError(f"varlen must lie between 0 and the padded length {length}, got {varlen.tolist()}")
+    _check_lengths(varlen, q, k, v)
     real = torch.arange(length, device=q.device) < varlen.to(q.device)[:, None]
     cu_seqlens = torch.nn.functional.pad(varlen.to(q.device).cumsum(0), (1, 0))
     q, k, v = (x.transpose(1, 2)[real] for x in (q, k, v))
@@ -50,3 +53,15 @@ def lazy_attention(
     padded = y.new_zeros(batch, length, *y.shape[1:])
     padded[real] = y
     return padded.transpose(1, 2)
+
+
+def _check_lengths(varlen: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
+    batch, _, length, _ = q.shape
+    check_tensor("varlen", varlen)
+    if varlen.shape != (batch,) or varlen.dtype not in INTEGERS:
+        raise ValueError(f"varlen must be [{batch}] integer lengths, got shape {tuple(varlen.shape)} of {varlen.dtype}")
+    for name, x in (("k", k), ("v", v)):
+        if (x.shape[0], x.shape[2]) != (batch, length):
+            raise ValueError(f"{name} must have the batch and length of q, {batch} and {length}, got shape {tuple(x.shape)}")
+    if batch and not (int(varlen.min()) >= 0 and int(varlen.max()) <= length):
+        raise ValueError(f"varlen must lie between 0 and the padded length {length}, got {varlen.tolist()}")

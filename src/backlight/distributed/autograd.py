@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from backlight.call import Call
 from backlight.distributed.communicator import Communicator
+from backlight.distributed.handshake import agree_backward
 from backlight.spec import AttentionSpec
 
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink", "dtau", "dgate")
@@ -32,13 +33,19 @@ class Strategy(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """What a call has besides its differentiable tensors."""
+    """What a call has besides its differentiable tensors.
+
+    number: which of its context's calls it is, counted alike on every rank.
+    compared: ranks make sure that they are in the same backward before they send anything.
+    """
 
     spec: AttentionSpec
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     deterministic: bool
     sum_learned: bool
+    number: int = 0
+    compared: bool = True
 
     def call(self, tensors: tuple[Tensor | None, ...]) -> Call:
         q, k, v, bias, sink, tau, gate = tensors
@@ -49,9 +56,11 @@ class Options:
         return Call(self.spec, q, k, v, bias, sink, tau, gate, cu_q, cu_k, self.deterministic)
 
 
-def run(strategy: Strategy, call: Call, sum_learned: bool) -> tuple[Tensor, Tensor]:
+def run(strategy: Strategy, call: Call, sum_learned: bool, number: int = 0, compared: bool = True) -> tuple[Tensor, Tensor]:
     """(y, lse) of this rank's rows, differentiable."""
-    options = Options(call.spec, call.cu_seqlens_q, call.cu_seqlens_k, call.deterministic, sum_learned)
+    options = Options(
+        call.spec, call.cu_seqlens_q, call.cu_seqlens_k, call.deterministic, sum_learned, number=number, compared=compared
+    )
     tensors = (call.q, call.k, call.v, call.bias, call.sink, call.tau, call.gate)
     return _ContextAttention.apply(strategy, options, *tensors)
 
@@ -68,6 +77,9 @@ def backward(
     *tensors, y, lse, u = kept
     assert y is not None
     assert lse is not None
+    if options.compared and agree_backward(strategy.communicator, options.number, dlse is not None) and dlse is None:
+        # another rank's rows have one, and all-to-all sends them to this one
+        dlse = torch.zeros(dy.shape[:-1], dtype=lse.dtype, device=lse.device)
     found = strategy.backward(options.call(tuple(tensors)), y, lse, u, dy, dlse, needs)
     learned = [name for name in LEARNED if name in needs]
     if learned and options.sum_learned and strategy.communicator.world > 1:

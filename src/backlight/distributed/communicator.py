@@ -50,7 +50,7 @@ class Communicator(Protocol):
         ...
 
     def gather_numbers(self, row: Sequence[int], step: str) -> list[list[int]]:
-        """The rows of all ranks, on the host."""
+        """The rows of all ranks, on the host. Rows are equally long, whatever step a rank is in (`handshake.meet`)."""
         ...
 
 

@@ -12,14 +12,36 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from backlight import api, registry
-from backlight.call import Call
+from backlight import registry
+from backlight.arguments import (
+    INTEGERS,
+    check_borders,
+    check_choice,
+    check_dtype,
+    check_flag,
+    check_number,
+    check_tensor,
+    check_whole,
+    shown,
+)
+from backlight.call import Call, read_cu_seqlens
+from backlight.contexts import entered
 from backlight.distributed import rule
 from backlight.distributed.autograd import Strategy, run
 from backlight.distributed.blocks import Shards
 from backlight.distributed.communicator import Communicator, TorchCommunicator
 from backlight.distributed.dtensor import localise
-from backlight.distributed.handshake import STRATEGIES, Settings, agree, borders, refuse, signature
+from backlight.distributed.handshake import (
+    STRATEGIES,
+    UNSHARD,
+    Agreement,
+    Settings,
+    agree,
+    agree_shard,
+    borders,
+    refuse,
+    signature,
+)
 from backlight.distributed.heads import AllToAll
 from backlight.distributed.layout import LAYOUTS, assemble, cut, pieces, positions_of
 from backlight.distributed.local import check_backend, refusal, typical_block
@@ -27,6 +49,7 @@ from backlight.distributed.ring import Ring
 
 CHECKS = ("always", "first")
 IGNORED_LABEL = -100
+MOST_KINDS = 4096
 
 
 class ContextParallel:
@@ -46,12 +69,15 @@ class ContextParallel:
     ):
         known = {"layout": (layout, tuple(LAYOUTS)), "strategy": (strategy, STRATEGIES), "check": (check, CHECKS)}
         for name, (value, choices) in known.items():
-            if value not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+            check_choice(name, value, choices)
+        check_flag("sum_learned", sum_learned)
+        check_number("timeout", timeout, above=0, optional=True)
         self.communicator = _communicator(mesh, timeout)
         self.mesh = mesh if isinstance(mesh, DeviceMesh) else None
         self.layout, self.strategy, self.sum_learned, self.check = layout, strategy, sum_learned, check
-        self._agreed: dict[tuple[int, ...], tuple[int, int]] = {}
+        # kinds of calls the ranks have agreed upon, and how many calls there were
+        self._known: set[tuple[tuple[int, ...], ...]] = set()
+        self._calls, self._backward_compared = 0, True
 
     @property
     def rank(self) -> int:
@@ -65,27 +91,45 @@ class ContextParallel:
 
     def shard(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's positions along `dim` of a tensor that every rank holds whole: inputs, position ids, labels."""
+        dim = _axis("whole", whole, dim)
         return cut(whole, dim, pieces(self.layout, whole.shape[dim], self.world)[self.rank])
 
     def unshard(self, shard: Tensor, dim: int) -> Tensor:
         """The whole tensor on every rank, in its own order, from the shards of all; not differentiable."""
-        step = "unshard"
-        held = [row[0] for row in self.communicator.gather_numbers([shard.shape[dim]], step)]
+        try:
+            dim = _axis("shard", shard, dim)
+        except Exception:
+            refuse(self.communicator, UNSHARD)
+            raise
+        held = agree_shard(self.communicator, shard, dim, self.layout)
         last = shard.detach().movedim(dim, -1)
         padded = pad(last, (0, max(held) - last.shape[-1])).contiguous()
-        shards = [x[..., :length] for x, length in zip(self.communicator.all_gather(padded, step), held, strict=True)]
+        shards = [x[..., :length] for x, length in zip(self.communicator.all_gather(padded, UNSHARD), held, strict=True)]
         return assemble(shards, last.dim() - 1, self.layout).movedim(-1, dim)
 
     def positions(self, length: int, cu_seqlens: Tensor | None = None, device: torch.device | str | None = None) -> Tensor:
         """Where this rank's positions lie in the whole sequence of `length`, or, with cu_seqlens, each in its own sequence."""
+        check_whole("length", length, least=0)
         own = positions_of(pieces(self.layout, length, self.world)[self.rank], device)
         if cu_seqlens is None:
             return own
+        check_borders("cu_seqlens", cu_seqlens)
+        read_cu_seqlens("cu_seqlens", cu_seqlens, length)
         starts = cu_seqlens.to(own.device, torch.int64)
         return own - starts[torch.searchsorted(starts, own, right=True) - 1]
 
     def labels(self, tokens: Tensor, dim: int = -1, ignored: int = IGNORED_LABEL) -> Tensor:
-        """This rank's next-token labels: shifted before they are cut, since the next token may lie on another rank."""
+        """This rank's next-token labels: shifted before they are cut, since the next token may lie on another rank.
+
+        In the dtype of the tokens; int64 where that does not hold `ignored`.
+        """
+        dim = _axis("tokens", tokens, dim)
+        check_dtype("tokens", tokens, INTEGERS)
+        check_whole("ignored", ignored)
+        if not _fits(ignored, tokens.dtype):
+            tokens = tokens.long()
+        if not tokens.shape[dim]:
+            return self.shard(tokens, dim)
         beyond = torch.full_like(tokens.narrow(dim, 0, 1), ignored)
         return self.shard(torch.cat([tokens.narrow(dim, 1, tokens.shape[dim] - 1), beyond], dim), dim)
 
@@ -97,14 +141,14 @@ class ContextParallel:
     ) -> tuple[Tensor, Tensor]:
         """(y, lse) of this rank's rows; `bind(*tensors, **options)` makes the local call. Called by `backlight.attention`."""
         strategy, call, placed = self.prepare(bind, tensors, options, backend)
-        y, lse = run(strategy, call, self.sum_learned)
+        y, lse = run(strategy, call, self.sum_learned, self._calls, self._backward_compared)
         return placed(y), placed(lse)
 
     def explain(
         self, bind: Callable[..., Call], tensors: tuple[Any, ...], options: dict[str, Any], backend: str | None
     ) -> tuple[Call, dict[str, tuple[str, ...]]]:
         """A call such as this rank's backend gets, and every backend's reasons against it. Nothing is sent."""
-        call, _ = localise(bind(*tensors, **options), self.mesh)
+        call, _ = localise(bind(*tensors, **options), self.mesh, self.layout)
         if self.strategy == "all_to_all":
             return call, registry.refusals(call)
         block = typical_block(call)
@@ -116,7 +160,7 @@ class ContextParallel:
         """The strategy all ranks agreed upon, this rank's call, and what makes DTensors of outputs where inputs are some."""
         settings = Settings(self.layout, self.strategy, self.sum_learned, backend)
         try:
-            call, placed = localise(bind(*tensors, **options), self.mesh)
+            call, placed = localise(bind(*tensors, **options), self.mesh, self.layout)
             mine = signature(call, settings)
             check_backend(call, backend, whole=self.strategy == "all_to_all")
         except Exception:
@@ -125,9 +169,9 @@ class ContextParallel:
         return self._plan(call, mine, backend), call, placed
 
     def _plan(self, call: Call, mine: tuple[int, ...], backend: str | None) -> Strategy:
-        if self.check == "always" or mine not in self._agreed:
-            self._agreed[mine] = agree(self.communicator, mine, call, self.layout)
-        sq, sk = self._agreed[mine]
+        agreed = agree(self.communicator, mine, call, self.layout)
+        self._count(agreed)
+        sq, sk = agreed.sq, agreed.sk
         cu_q, cu_k = borders(call)
         n_bias = 0 if call.bias is None else call.bias.shape[1]
         shards = Shards(call.spec, self.layout, self.world, sq, sk, cu_q, cu_k, n_bias)
@@ -149,6 +193,27 @@ class ContextParallel:
             return AllToAll(self.communicator, shards, backend)
         return Ring(self.communicator, shards, backend)
 
+    def _count(self, agreed: Agreement) -> None:
+        """What ranks have agreed upon is the same on all of them, so they count alike and compare the same backwards."""
+        self._calls += 1
+        self._backward_compared = self.check == "always" or agreed.shown not in self._known
+        if len(self._known) >= MOST_KINDS:
+            self._known.clear()
+        self._known.add(agreed.shown)
+
+
+def _axis(name: str, tensor: Any, dim: Any) -> int:
+    """`dim` of the tensor, counted from the front."""
+    check_tensor(name, tensor)
+    check_whole("dim", dim)
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"dim must be one of the {tensor.dim()} dimensions of {name}, got {dim}")
+    return dim % tensor.dim()
+
+
+def _fits(number: int, dtype: torch.dtype) -> bool:
+    return torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
+
 
 def _communicator(mesh: DeviceMesh | dist.ProcessGroup | Communicator, timeout: float | None) -> Communicator:
     if isinstance(mesh, DeviceMesh):
@@ -161,7 +226,7 @@ def _communicator(mesh: DeviceMesh | dist.ProcessGroup | Communicator, timeout: 
         return TorchCommunicator(mesh, "cuda" if dist.get_backend(mesh) == "nccl" else "cpu", timeout)
     if hasattr(mesh, "exchange") and hasattr(mesh, "rank"):
         return mesh
-    raise TypeError(f"mesh must be a DeviceMesh, a process group or a Communicator, got {type(mesh).__name__}")
+    raise TypeError(f"mesh must be a DeviceMesh, a process group or a Communicator, got {shown(mesh)}")
 
 
 @contextmanager
@@ -183,13 +248,14 @@ def context_parallel(
             heads of k that divide by the ranks; "auto" takes the one that sends fewer bytes (see `rule`).
         sum_learned: gradients of bias, sink and tau come back summed over the mesh, the same on every rank. False leaves each
             rank its share, for a wrapper (FSDP, DDP) that reduces all parameters over the same ranks anyway.
-        check: "always" compares the options of all ranks before every call; "first" only once per kind of call, which saves a
-            round trip but turns later disagreements into time-outs.
+        check: "always" compares what all ranks are about to do before every call and before its backward; "first" leaves the
+            comparison before the backward out once a kind of call has had one, which saves a round trip but turns ranks whose
+            backwards differ into time-outs. Options are compared before every call either way.
         timeout: seconds to wait for another rank; None = the process group's own.
 
     The backward of activation checkpointing recomputes the forward: keep `loss.backward()` inside the block as well, or pass
     the context itself, `attention(..., context=ctx)`, which needs no block.
     """
     context = ContextParallel(mesh, layout, strategy, sum_learned, check, timeout)
-    with api.entered(context):
+    with entered(context):
         yield context

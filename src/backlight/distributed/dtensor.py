@@ -15,7 +15,7 @@ from backlight.call import Call
 SEQUENCE = 2
 
 
-def localise(call: Call, mesh: DeviceMesh | None) -> tuple[Call, Callable[[Tensor], Tensor]]:
+def localise(call: Call, mesh: DeviceMesh | None, layout: str) -> tuple[Call, Callable[[Tensor], Tensor]]:
     """The call on local tensors, and what turns an output back into a DTensor; plain tensors pass unchanged."""
     learned: dict[str, Any] = {name: _replicated(name, getattr(call, name)) for name in ("bias", "sink", "tau")}
     if not isinstance(call.q, DTensor):
@@ -23,6 +23,9 @@ def localise(call: Call, mesh: DeviceMesh | None) -> tuple[Call, Callable[[Tenso
             if isinstance(getattr(call, name), DTensor):
                 raise TypeError(f"{name} is a DTensor but q is not: pass all of them as DTensors or none")
         return replace(call, **learned), _same
+    if layout != "contiguous":
+        # Shard(2) puts neighbours on one rank; under another layout rows would sit at places that are not theirs
+        raise ValueError(f"layout must be contiguous where q, k and v are DTensors, which are sharded so, got {layout!r}")
     local: dict[str, Any] = {name: _sharded(name, getattr(call, name), mesh) for name in ("q", "k", "v", "gate")}
     of_mesh, length = call.q.device_mesh, call.q.shape[SEQUENCE]
 

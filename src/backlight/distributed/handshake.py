@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from backlight.call import DTYPES, Call, read_cu_seqlens
 from backlight.distributed.communicator import Communicator
 from backlight.distributed.layout import LAYOUTS, lengths
 
-STEP = "options check"
+STEP, BACKWARD, UNSHARD = "options check", "backward check", "unshard"
+# ranks that make different calls must still understand each other, so every message has the same size: the step's name,
+# how many numbers follow, and the numbers
+NAME_BYTES, NUMBERS = 40, 40
 ABSENT = -(1 << 62)
 STRATEGIES = ("auto", "ring", "all_to_all")
 
@@ -62,14 +66,20 @@ def _text(value: object) -> int:
     return zlib.crc32(repr(value).encode())
 
 
+INPUTS = ("q", "k", "v", "bias", "sink", "tau", "gate")
+
+
 def _gradients(call: Call, _: Settings) -> int:
-    inputs = (call.q, call.k, call.v, call.bias, call.sink, call.tau, call.gate)
+    inputs = (getattr(call, name) for name in INPUTS)
     return sum((x is not None and x.requires_grad) << place for place, x in enumerate(inputs)) * torch.is_grad_enabled()
 
 
 def _gradients_words(number: int) -> str:
-    names = ("q", "k", "v", "bias", "sink", "tau", "gate")
-    return " ".join(name for place, name in enumerate(names) if number >> place & 1) or "nothing"
+    return " ".join(name for place, name in enumerate(INPUTS) if number >> place & 1) or "nothing"
+
+
+# in an order that is the same on every rank
+ALL_DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
 
 
 FIELDS = (
@@ -114,30 +124,84 @@ def signature(call: Call, settings: Settings) -> tuple[int, ...]:
     return (*agreed, call.q.shape[2], call.k.shape[2])
 
 
-def refuse(communicator: Communicator) -> None:
+def meet(communicator: Communicator, numbers: Sequence[int], step: str) -> list[list[int]]:
+    """The numbers of all ranks; raises on every rank if they are not in the same step."""
+    name = step.encode()[:NAME_BYTES].ljust(NAME_BYTES)
+    named = NAME_BYTES // 8
+    row = [*struct.unpack(f"<{named}q", name), len(numbers), *numbers, *[0] * (NUMBERS - len(numbers))]
+    rows = communicator.gather_numbers(row, step)
+    steps = [struct.pack(f"<{named}q", *row[:named]).decode().strip() for row in rows]
+    if len(set(steps)) > 1:
+        shown = ", ".join(f"rank {rank} is in step '{of_rank}'" for rank, of_rank in enumerate(steps))
+        raise ValueError(f"context parallel: ranks must make the same calls in the same order, but {shown}")
+    return [row[named + 1 :][: row[named]] for row in rows]
+
+
+def refuse(communicator: Communicator, step: str = STEP) -> None:
     """Tell the others that this rank's own arguments were wrong; it raises its own error afterwards."""
-    communicator.gather_numbers([1] + [0] * (len(FIELDS) + 2), STEP)
+    meet(communicator, [1], step)
 
 
-def agree(communicator: Communicator, mine: tuple[int, ...], call: Call, layout: str) -> tuple[int, int]:
-    """(Sq, Sk) of the whole problem, if all ranks show the same options and fitting shards; else one error on all."""
-    rows = communicator.gather_numbers([0, *mine], STEP)
+def _check_nobody_refused(rows: list[list[int]]) -> None:
     refused = [rank for rank, row in enumerate(rows) if row[0]]
     if refused:
         raise ValueError(f"context parallel: {_ranks(refused)} refused the call; see the message there")
+
+
+def _check_equal(name: str, values: Sequence[int], words: Callable[[int], str] = str) -> None:
+    if len(set(values)) > 1:
+        shown = ", ".join(f"rank {rank} has {words(value)}" for rank, value in enumerate(values))
+        raise ValueError(f"context parallel: ranks disagree on {name}: {shown}")
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """(Sq, Sk) of the whole problem, and what all ranks have shown: the same on every rank."""
+
+    sq: int
+    sk: int
+    shown: tuple[tuple[int, ...], ...]
+
+
+def agree(communicator: Communicator, mine: tuple[int, ...], call: Call, layout: str) -> Agreement:
+    """What the whole problem is, if all ranks show the same options and fitting shards; else one error on all."""
+    rows = meet(communicator, [0, *mine], STEP)
+    _check_nobody_refused(rows)
     for place, field in enumerate(FIELDS):
-        values = [row[1 + place] for row in rows]
-        if len(set(values)) > 1:
-            shown = ", ".join(f"rank {rank} has {field.words(value)}" for rank, value in enumerate(values))
-            raise ValueError(f"context parallel: ranks disagree on {field.name}: {shown}")
+        _check_equal(field.name, [row[1 + place] for row in rows], field.words)
     sq, sk = (tuple(row[place] for row in rows) for place in (-2, -1))
     cu_q, cu_k = borders(call)
-    _check_lengths("q", sq, cu_q, layout)
-    _check_lengths("k", sk, cu_k, layout)
-    return sum(sq), sum(sk)
+    check_lengths("q", sq, cu_q, layout)
+    check_lengths("k", sk, cu_k, layout)
+    return Agreement(sum(sq), sum(sk), tuple(map(tuple, rows)))
 
 
-def _check_lengths(name: str, held: tuple[int, ...], cu_seqlens: tuple[int, ...] | None, layout: str) -> None:
+def agree_backward(communicator: Communicator, number: int, has_dlse: bool) -> bool:
+    """Whether any rank has a gradient for lse, if all of them are in the backward of the same call; else one error on all."""
+    rows = meet(communicator, [number, int(has_dlse)], BACKWARD)
+    _check_equal("the call whose backward runs", [row[0] for row in rows], lambda n: f"call {n}")
+    return any(row[1] for row in rows)
+
+
+def agree_shard(communicator: Communicator, shard: Tensor, dim: int, layout: str) -> list[int]:
+    """How much of `dim` each rank holds, if the shards of all ranks make one tensor; else one error on all."""
+    rows = meet(communicator, [0, ALL_DTYPES.index(shard.dtype), shard.dim(), dim, *shard.shape], UNSHARD)
+    _check_nobody_refused(rows)
+    for place, name, words in (
+        (1, "the dtype of the shard", lambda n: str(ALL_DTYPES[n])),
+        (2, "the dimensions of the shard", str),
+        (3, "dim", str),
+    ):
+        _check_equal(name, [row[place] for row in rows], words)
+    for place in range(shard.dim()):
+        if place != dim:
+            _check_equal(f"the size of dimension {place} of the shard", [row[4 + place] for row in rows])
+    held = [row[4 + dim] for row in rows]
+    check_lengths("the tensor", tuple(held), None, layout)
+    return held
+
+
+def check_lengths(name: str, held: tuple[int, ...], cu_seqlens: tuple[int, ...] | None, layout: str) -> None:
     world = len(held)
     whole = sum(held) if cu_seqlens is None else cu_seqlens[-1]
     wanted = lengths(layout, whole, world)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from backlight import api
+from backlight.arguments import check_borders, check_flag, check_tensor, check_whole
 from backlight.distributed import autograd
 from backlight.distributed.autograd import GRADIENTS, LEARNED, Options, Strategy
 from backlight.distributed.context import ContextParallel
@@ -45,10 +46,21 @@ def simulated_attention(
 
     It shows that a sharded call is right, not how fast it is: the ranks share one device. Other keywords as in `attention`.
     """
+    check_whole("world", world, least=1)
     packed = cu_seqlens_q is not None
+    tensors = {"q": q, "k": k, "v": v} if gate is None else {"q": q, "k": k, "v": v, "gate": gate}
+    for name, x in tensors.items():
+        check_tensor(name, x, "[T, H, D]" if packed else "[B, H, S, D]")
+    check_flag("return_lse", return_lse)
     if packed:
         q, k, v, gate = (None if x is None else x.transpose(0, 1)[None] for x in (q, k, v, gate))  # type: ignore[assignment]
+        for name, borders in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            if borders is not None:
+                check_borders(name, borders)
         options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k}
+    # whatever is wrong with the whole is said once, before it is cut
+    api._bind(q, k, v, bias=bias, sink=sink, tau=tau, gate=gate, **options)
+    api._known(backend)
     how = (world, layout, strategy, backend, options)
     y, lse = _SimulatedAttention.apply(how, q, k, v, bias, sink, tau, gate)
     if packed:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from backlight.arguments import check_number, check_whole, shown
 from backlight.distributed.communicator import Pending, late
 
 Result = TypeVar("Result")
@@ -92,6 +93,10 @@ class _Letters:
 
 def simulate(world: int, work: Callable[[Simulated], Result], timeout: float = TIMEOUT) -> list[Result]:
     """`work` on every rank, each in a thread of its own; the results in rank order, or the first rank's exception."""
+    check_whole("world", world, least=1)
+    if not callable(work):
+        raise TypeError(f"work must be a function of one simulated rank, got {shown(work)}")
+    check_number("timeout", timeout, above=0)
     mail = _Mail(world)
     results: list[Any] = [None] * world
     errors: list[BaseException | None] = [None] * world

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import backlight
+from backlight.arguments import check_flag, check_number, check_whole
+from backlight.binding import make_spec
 from backlight.nn.cache import KVCache
+from backlight.nn.checks import check_cache, check_factory, check_input, check_positions
 from backlight.nn.rotary import angles, packed_positions, rotate
-from backlight.spec import AttentionSpec
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -59,19 +61,26 @@ class Attention(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        for name, count in (("dim", dim), ("heads", heads)):
+            check_whole(name, count, least=1)
+        for name, part in (("kv_heads", kv_heads), ("head_dim", head_dim)):
+            check_whole(name, part, least=1, optional=True)
+        for name, flag in (("qk_norm", qk_norm), ("sink", sink), ("gate", gate), ("linear_bias", linear_bias)):
+            check_flag(name, flag)
+        check_factory(backend, device, dtype)
         kv_heads = heads if kv_heads is None else kv_heads
-        if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        if heads % kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
         if head_dim is None:
             if dim % heads:
                 raise ValueError(f"dim must be a multiple of heads when head_dim is not given, got {dim} and {heads}")
             head_dim = dim // heads
-        if rope is not None and (head_dim % 2 or not rope > 1):
-            raise ValueError(f"rope needs a base > 1 and an even head_dim, got {rope} and {head_dim}")
+        check_number("rope", rope, above=1, optional=True)
+        if rope is not None and head_dim % 2:
+            raise ValueError(f"rope needs an even head_dim, got {head_dim}; rope=None leaves it out")
         self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
-        self.spec = AttentionSpec(
-            causal=causal, window=window or (None, None), scale=scale, softcap=softcap, sink=sink, gate=gate
-        )
+        spec = make_spec(causal=causal, window=window, scale=scale, softcap=softcap)
+        self.spec = spec.replace(sink=sink, gate=gate)
         self.rope, self.backend = rope, backend
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * head_dim, bias=linear_bias, **factory)
@@ -117,28 +126,25 @@ class Attention(nn.Module):
                 sequence, or on from what the cache has seen.
             cache: keys and values of the past; those of x are added to it. Needs a causal layer and no gradients.
         """
+        check_input(self, x, cu_seqlens)
+        check_cache(self, cache, cu_seqlens)
         q, k, v = self.project(x, cu_seqlens=cu_seqlens, positions=positions, offset=0 if cache is None else cache.length)
         options = self.options(x)
         if cu_seqlens is not None:
-            if cache is not None:
-                raise ValueError("cache goes with batched x [B, S, dim], not with cu_seqlens")
-            y = backlight.attention_varlen(q, k, v, cu_seqlens, **options)
-        else:
-            if cache is not None:
-                if not self.spec.causal:
-                    raise ValueError("cache needs a causal layer: the rows of the past would have to see the new keys")
-                k, v = cache.append(k, v, left=self.spec.left)
-            y = backlight.attention(q, k, v, **options).transpose(1, 2)
-        return self.out(y.flatten(-2))
+            return self.out(backlight.attention_varlen(q, k, v, cu_seqlens, **options).flatten(-2))
+        staged = None if cache is None else cache.stage(k, v, left=self.spec.left)
+        k, v = (k, v) if staged is None else staged.held
+        y = self.out(backlight.attention(q, k, v, **options).transpose(1, 2).flatten(-2))
+        if cache is not None and staged is not None:
+            cache.commit(staged)
+        return y
 
     def project(
         self, x: Tensor, *, cu_seqlens: Tensor | None = None, positions: Tensor | None = None, offset: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v as the public call takes them: [B, H, S, D], or [T, H, D] when packed."""
-        wanted = 3 if cu_seqlens is None else 2
-        if x.dim() != wanted or x.shape[-1] != self.dim:
-            layout = f"[B, S, {self.dim}]" if cu_seqlens is None else f"[T, {self.dim}] with cu_seqlens"
-            raise ValueError(f"x must be {layout}, got shape {tuple(x.shape)}")
+        check_input(self, x, cu_seqlens)
+        check_positions(positions, x)
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = (norm(x.to(norm.weight.dtype)) for norm, x in ((self.q_norm, q), (self.k_norm, k)))

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from backlight.arguments import check_flag, check_number, check_whole
 from backlight.nn.attention import Attention
+
+LARGEST = torch.finfo(torch.float32).max
 
 
 class LazyAttention(Attention):
@@ -45,9 +48,12 @@ class LazyAttention(Attention):
         dtype: torch.dtype | None = None,
         **options: Any,
     ):
-        if distances < 1:
-            raise ValueError(f"distances must be >= 1, got {distances}")
-        self._initial_tau = tau
+        check_whole("distances", distances, least=1)
+        check_number("tau", tau)
+        if not abs(tau) <= LARGEST:
+            raise ValueError(f"tau must be a number that fp32 holds, got {tau}")
+        check_flag("two_sided", two_sided)
+        self._initial_tau = float(tau)
         super().__init__(dim, heads, kv_heads, head_dim, device=device, dtype=dtype, **options)
         columns = 2 * distances - 1 if two_sided else distances
         self.spec = self.spec.replace(bias=True, bias_origin=columns - distances, tau=True)

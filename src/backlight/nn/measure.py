@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import backlight
 from backlight import AttentionStatistics
+from backlight.arguments import shown
 from backlight.nn.attention import Attention
 
 
@@ -22,12 +23,16 @@ def statistics(model: nn.Module) -> Iterator[dict[str, AttentionStatistics]]:
         model(tokens)
     found["blocks.0.attention"].density
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {shown(model)}")
+    if not any(isinstance(layer, Attention) for layer in model.modules()):
+        raise ValueError(f"model must hold a backlight.nn.Attention, got {type(model).__name__} without one")
     found: dict[str, AttentionStatistics] = {}
 
     def watch(name: str) -> Any:
         def hook(layer: Attention, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             if options.get("cache") is not None:
-                raise ValueError("statistics are taken from a whole pass, without a cache")
+                raise ValueError("cache must be None where statistics are taken, got a KVCache: they are of a whole pass")
             found[name] = layer_statistics(
                 layer, *args, cu_seqlens=options.get("cu_seqlens"), positions=options.get("positions")
             )

@@ -18,6 +18,8 @@ NAME = "backlight"
 
 def register(name: str = NAME) -> str:
     """Make `attn_implementation=name` known to transformers, attention and mask alike; returns the name."""
+    if not (isinstance(name, str) and name):
+        raise TypeError(f"name must be a text that is not empty, got {name!r}")
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attention_forward)

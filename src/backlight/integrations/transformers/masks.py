@@ -15,6 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backlight.arguments import check_tensor, check_whole, shown
+from backlight.integrations.transformers.probing import REFUSAL, probe
+
+# numbers of a mask that says nothing but which keys are padding, and of one that packs sequences
+PADDING, PACKED = torch.int8, torch.int64
+
 # factories of transformers.masking_utils and what their masks mean here
 GEOMETRY = ("sliding_window_overlay", "sliding_window_bidirectional_overlay")
 
@@ -31,13 +37,11 @@ def read(mask_function: Callable[..., Any]) -> Pattern:
     """Take a mask function apart; raises NotImplementedError for a piece without equivalent."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    # compilers can follow identities, not the inside of a closure
     if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
         return Pattern(causal=mask_function is causal_mask_function)
     return _take_apart(mask_function)
 
 
-@torch.compiler.disable
 def _take_apart(mask_function: Callable[..., Any]) -> Pattern:
     pattern = Pattern()
     for name, values in _pieces(mask_function):
@@ -73,31 +77,75 @@ def attention_mask(
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
+    use_vmap: bool = False,
     **_: Any,
 ) -> Tensor | None:
     """The mask interface: None where geometry says it all, else sequence numbers [B, 1, 1, kv_length + q_length], keys first.
 
-    Arguments are those transformers hands to every mask interface; `attention_mask` is the padding mask [B, seen keys]. Four
-    dimensions tell transformers that the mask is finished: `generate` makes masks early and hands them to the model again.
+    Arguments are those transformers hands to every mask interface; `attention_mask` is the padding mask [B, seen keys],
+    `use_vmap` says that a model added pieces of its own. Four dimensions tell transformers that the mask is finished:
+    `generate` makes masks early and hands them to the model again.
     """
-    pattern = Pattern(causal=True) if mask_function is None else read(mask_function)
+    _check(batch_size, q_length, kv_length, kv_offset, mask_function, attention_mask)
+    # values of a mask are data to a compiler: nothing may depend on what they are
+    compiling = torch.compiler.is_compiling()
+    pattern = _pattern(mask_function, batch_size, kv_length, device, use_vmap, compiling)
     start = q_offset - kv_offset
     whole = not isinstance(start, Tensor) and start + q_length == kv_length
-    if attention_mask is not None and kv_length + kv_offset == attention_mask.shape[-1] and attention_mask.all():
+    as_long = attention_mask is not None and kv_length + kv_offset == attention_mask.shape[-1]
+    if attention_mask is not None and as_long and not compiling and attention_mask.all():
         attention_mask = None
     if attention_mask is None and pattern.packed is None and (whole or not pattern.causal):
         return None
-    keys = torch.ones(batch_size, kv_length, dtype=torch.int64, device=device)
+    keys = torch.ones(batch_size, kv_length, dtype=PADDING, device=device)
     if pattern.packed is not None:
-        keys = pattern.packed.to(device).long() + 1
+        keys = pattern.packed.to(device, PACKED) + 1
     if attention_mask is not None:
         real = torch.nn.functional.pad(attention_mask, (0, max(0, kv_length + kv_offset - attention_mask.shape[-1])))
-        keys = keys * real[:, kv_offset : kv_offset + kv_length].to(device)
+        keys = keys * real[:, kv_offset : kv_offset + kv_length].to(device, torch.bool)
     if not pattern.causal:
         # rows of a full mask keep what they see; whether they are padding themselves is not known here
         return torch.cat([keys, keys.new_ones(batch_size, q_length)], dim=1)[:, None, None]
+    if not isinstance(start, Tensor) and not 0 <= start <= kv_length - q_length:
+        places = f"{q_length} from key {start} of {kv_length} on"
+        raise ValueError(f"q_length must be of rows that sit at keys, got {places} (q_offset - kv_offset is {start})")
     # keys behind the last row belong to a cache with room to spare
     positions = torch.arange(kv_length, device=device)
     keys = keys * (positions < start + q_length)
     rows = keys.index_select(1, torch.arange(q_length, device=device) + start)
     return torch.cat([keys, rows], dim=1)[:, None, None]
+
+
+def _check(batch: Any, q_length: Any, kv_length: Any, kv_offset: Any, mask_function: Any, padding: Any) -> None:
+    lengths = {"batch_size": batch, "q_length": q_length, "kv_length": kv_length, "kv_offset": kv_offset}
+    for name, length in lengths.items():
+        check_whole(name, length, least=0)
+    if not (mask_function is None or callable(mask_function)):
+        raise TypeError(f"mask_function must be a function of (batch, head, row, key) or None, got {shown(mask_function)}")
+    if padding is None:
+        return
+    check_tensor("attention_mask", padding, "[batch_size, seen keys]")
+    if padding.shape[0] != batch or padding.is_floating_point():
+        came = f"shape {tuple(padding.shape)} of {padding.dtype}"
+        raise ValueError(f"attention_mask must be [{batch}, seen keys] of a bool or integer dtype, got {came}")
+
+
+def _pattern(
+    mask_function: Callable[..., Any] | None,
+    batch: int,
+    length: int,
+    device: torch.device | str,
+    use_vmap: bool,
+    compiling: bool,
+) -> Pattern:
+    if mask_function is None:
+        return Pattern(causal=True)
+    if not compiling:
+        return read(mask_function)
+    if use_vmap:
+        raise NotImplementedError(REFUSAL)
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
+        return Pattern(causal=mask_function is causal_mask_function)
+    return Pattern(*probe(mask_function, batch, length, device))

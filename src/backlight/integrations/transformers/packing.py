@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.weak import WeakIdKeyDictionary
 
+from backlight.integrations.transformers.masks import PADDING
+
 
 @dataclass(frozen=True, slots=True)
 class Packing:
@@ -17,13 +19,18 @@ class Packing:
     rows, keys:                 int64, places in the flattened [B * Sq] and [B * Sk].
     cu_seqlens_q, cu_seqlens_k: int64 [Z + 1].
     gaps:                       hidden keys between visible ones of a sequence: distances are then not what they were.
+    room:                       hidden keys behind the last row: a cache that is not full. Distances count from before them.
+
+    In a graph (`in_graph`) the last two are tensors, and nothing is left out: hidden rows are a sequence without keys, so that
+    they come out as 0, and hidden keys one without rows.
     """
 
     rows: Tensor
     keys: Tensor
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-    gaps: bool
+    gaps: bool | Tensor
+    room: int | Tensor
 
     @classmethod
     def of(cls, row_numbers: Tensor, key_numbers: Tensor) -> Packing:
@@ -32,7 +39,19 @@ class Packing:
         rows, cu_seqlens_q, _ = _sequences(row_numbers, span)
         keys, cu_seqlens_k, sequence = _sequences(key_numbers, span)
         gaps = (keys.diff() != 1) & (sequence.diff() == 0)
-        return cls(rows, keys, cu_seqlens_q, cu_seqlens_k, gaps=bool(gaps.any()))
+        room = int(_room(row_numbers, key_numbers))
+        return cls(rows, keys, cu_seqlens_q, cu_seqlens_k, gaps=bool(gaps.any()), room=room)
+
+    @classmethod
+    def in_graph(cls, row_numbers: Tensor, key_numbers: Tensor, span: int) -> Packing:
+        """The same in shapes that no value decides; numbers are smaller than `span`."""
+        # a slot for each number, 0 for hidden rows, and one more for hidden keys
+        rows, cu_seqlens_q, _ = _slots(row_numbers.long(), span + 1)
+        hidden = key_numbers == 0
+        keys, cu_seqlens_k, sequence = _slots(key_numbers.long().masked_fill(hidden, span), span + 1)
+        visible = sequence % (span + 1) != span
+        gaps = (keys.diff() != 1) & (sequence.diff() == 0) & visible[1:]
+        return cls(rows, keys, cu_seqlens_q, cu_seqlens_k, gaps=gaps.any(), room=_room(row_numbers, key_numbers))
 
     def pack_rows(self, x: Tensor) -> Tensor:
         """[B, H, Sq, D] -> [Tq, H, D]."""
@@ -56,14 +75,39 @@ def _sequences(numbers: Tensor, span: int) -> tuple[Tensor, Tensor, Tensor]:
     return places, pad(counts.cumsum(0), (1, 0)), sequence
 
 
+def _slots(slots: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The order that brings the entries of each slot together, borders [B * width + 1], and the slot of each."""
+    batch = torch.arange(slots.shape[0], device=slots.device)[:, None] * width
+    flat = (batch + slots).flatten()
+    order = torch.argsort(flat, stable=True)
+    counts = flat.new_zeros(slots.shape[0] * width).index_add(0, flat, torch.ones_like(flat))
+    return order, pad(counts.cumsum(0), (1, 0)), flat[order]
+
+
+def _room(row_numbers: Tensor, key_numbers: Tensor) -> Tensor:
+    """Sk - Sq less the key at which row 0 sits: the last row sits at the last key, in every sequence with rows."""
+    last_row, last_key = _last(row_numbers), _last(key_numbers)
+    sq, sk = row_numbers.shape[1], key_numbers.shape[1]
+    return (sk - sq - (last_key - last_row)).masked_fill(last_row < 0, 0).amax() if len(last_row) else last_row.sum()
+
+
+def _last(numbers: Tensor) -> Tensor:
+    """The last place of each row that is not hidden, -1 where all are."""
+    places = torch.arange(numbers.shape[1], device=numbers.device)
+    return pad(places.expand(numbers.shape).masked_fill(numbers == 0, -1), (1, 0), value=-1).amax(dim=1)
+
+
 # the layers of a model share one mask, and each reading of its values waits for the device
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def packing_of(mask: Tensor, sk: int, aligned: bool) -> Packing:
     """The packing of a mask [B, 1, 1, Sk + Sq] of sequence numbers; `aligned` rows are hidden where their own key is."""
+    keys, rows = mask[:, 0, 0, :sk], mask[:, 0, 0, sk:]
+    if torch.compiler.is_compiling():
+        # as many sequences as keys, at most
+        return Packing.in_graph(keys if aligned else rows, keys, span=2 if mask.dtype == PADDING else sk + 1)
     known = _known.setdefault(mask, {})
     if aligned not in known:
-        keys, rows = mask[:, 0, 0, :sk], mask[:, 0, 0, sk:]
         known[aligned] = Packing.of(keys if aligned else rows, keys)
     return known[aligned]
