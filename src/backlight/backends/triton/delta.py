@@ -79,7 +79,10 @@ def _delta_kernel(
         dlse = tl.load(dlse_ptr + given + lanes, mask=exists, other=0.0).to(tl.float32)
         delta -= tl.where(sees_nothing, 0.0, dlse)
     if V.SINK:
-        p_sink = tl.exp2((tl.load(sink_ptr + h).to(tl.float32) - lse) * LOG2E)
+        sink = tl.load(sink_ptr + h).to(tl.float32)
+        # an infinite sink is all there is, or nothing
+        p_sink = tl.where(lse == sink, 1.0, tl.exp2((sink - lse) * LOG2E))
+        p_sink = tl.where(sees_nothing | ~exists, 0.0, p_sink)
         dsink = tl.sum(p_sink * -delta, 0)
         tl.store(dsink_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), dsink)
     tl.store(delta_ptr + offset + lanes, tl.where(exists, delta, 0.0), mask=in_buffer)
