@@ -232,10 +232,11 @@ class Launch:
         first = torch.empty(cu_seqlens.shape, dtype=torch.int32, device=cu_seqlens.device)
 
         def describe() -> dict[str, Any]:
-            args = [cu_seqlens, first, cu_seqlens.shape[0] - 1, block]
+            args = [cu_seqlens, first, length, cu_seqlens.shape[0] - 1, block]
             return {"grid": (1,), "args": args, "constants": {"BLOCK": small.BLOCK}, "num_warps": 4}
 
         side = "keys" if cu_seqlens is self.call.cu_seqlens_k else "rows"
+        length = self.sk if side == "keys" else self.sq
         self.start(small._first_tiles_kernel, (cu_seqlens, first), describe, f"{side} {block}")
         return first
 

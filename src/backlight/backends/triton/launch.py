@@ -163,7 +163,8 @@ class Launch:
         key = (id(cu_seqlens), block)
         if key not in self._first_tiles:
             first = torch.empty(cu_seqlens.shape, dtype=torch.int32, device=cu_seqlens.device)
-            args = (cu_seqlens, first, cu_seqlens.shape[0] - 1, block)
+            length = (self.call.q if cu_seqlens is self.call.cu_seqlens_q else self.call.k).shape[2]
+            args = (cu_seqlens, first, length, cu_seqlens.shape[0] - 1, block)
             self.start(small._first_tiles_kernel, (1,), *args, BLOCK=small.BLOCK, num_warps=4, enable_fp_fusion=True)
             self._first_tiles[key] = first
         return self._first_tiles[key]
