@@ -121,6 +121,7 @@ def attention(
         "softcap": softcap,
         "bias_origin": bias_origin,
     }
+    _check_flag("return_lse", return_lse)
     tensors = (q, k, v, bias, sink, tau, gate, None, None)
     if context is None and not _contexts and ops.unobserved(tensors):
         call = _bind_like_before(tensors, options, backend)
@@ -197,6 +198,7 @@ def attention_varlen(
         "softcap": softcap,
         "bias_origin": bias_origin,
     }
+    _check_flag("return_lse", return_lse)
     tensors = (q, k, v, bias, sink, tau, gate, cu_seqlens_q, cu_seqlens_k)
     plain = context is None and not _contexts and cu_seqlens_q is not None and ops.unobserved(tensors)
     if plain and not torch.is_autocast_enabled(q.device.type):
@@ -247,6 +249,8 @@ def explain(
 
     Under a context (`backlight.distributed.context_parallel`): what this rank would do with its blocks; nothing is sent.
     """
+    _check_flag("return_lse", return_lse)
+    _check_both(cu_seqlens_q, cu_seqlens_k)
     tensors = (q, k, v) if cu_seqlens_q is None else (q, k, v, cu_seqlens_q, cu_seqlens_k)
     bind = _bind if cu_seqlens_q is None else _bind_packed
     context, backend = _innermost(context), _known(backend)
@@ -276,6 +280,8 @@ def entered(context: Context) -> Iterator[None]:
 
 def _innermost(context: Context | None) -> Context | None:
     """The context named, or that of the innermost block."""
+    if context is not None and not hasattr(context, "attention"):
+        raise TypeError(f"context must be a context of backlight.distributed or None, got {type(context).__name__}")
     return _contexts[-1] if context is None and _contexts else context
 
 
@@ -359,9 +365,21 @@ def call_of(
 ) -> Call:
     """The call that `attention` or, with cu_seqlens_q, `attention_varlen` makes of these arguments, checked."""
     _known(backend)
+    _check_both(cu_seqlens_q, cu_seqlens_k)
     if _innermost(None) is not None:
         raise ValueError("this call is one rank's shard of a longer sequence (context_parallel); leave the block first")
     return _bind(q, k, v, **options) if cu_seqlens_q is None else _bind_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if value is not True and value is not False:
+        # numpy's own is called bool as well
+        raise TypeError(f"{name} must be a bool, got {type(value).__module__}.{type(value).__name__}")
+
+
+def _check_both(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:
+    if cu_seqlens_q is None and cu_seqlens_k is not None:
+        raise TypeError("cu_seqlens_q must be given with cu_seqlens_k, got None")
 
 
 def _known(backend: str | None) -> str | None:
