@@ -121,7 +121,8 @@ def attention(
         "softcap": softcap,
         "bias_origin": bias_origin,
     }
-    _check_flag("return_lse", return_lse)
+    if return_lse is not True and return_lse is not False:
+        raise _no_flag("return_lse", return_lse)
     tensors = (q, k, v, bias, sink, tau, gate, None, None)
     if context is None and not _contexts and ops.unobserved(tensors):
         call = _bind_like_before(tensors, options, backend)
@@ -198,7 +199,8 @@ def attention_varlen(
         "softcap": softcap,
         "bias_origin": bias_origin,
     }
-    _check_flag("return_lse", return_lse)
+    if return_lse is not True and return_lse is not False:
+        raise _no_flag("return_lse", return_lse)
     tensors = (q, k, v, bias, sink, tau, gate, cu_seqlens_q, cu_seqlens_k)
     plain = context is None and not _contexts and cu_seqlens_q is not None and ops.unobserved(tensors)
     if plain and not torch.is_autocast_enabled(q.device.type):
@@ -249,7 +251,8 @@ def explain(
 
     Under a context (`backlight.distributed.context_parallel`): what this rank would do with its blocks; nothing is sent.
     """
-    _check_flag("return_lse", return_lse)
+    if return_lse is not True and return_lse is not False:
+        raise _no_flag("return_lse", return_lse)
     _check_both(cu_seqlens_q, cu_seqlens_k)
     tensors = (q, k, v) if cu_seqlens_q is None else (q, k, v, cu_seqlens_q, cu_seqlens_k)
     bind = _bind if cu_seqlens_q is None else _bind_packed
@@ -371,10 +374,9 @@ def call_of(
     return _bind(q, k, v, **options) if cu_seqlens_q is None else _bind_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
 
 
-def _check_flag(name: str, value: Any) -> None:
-    if value is not True and value is not False:
-        # numpy's own is called bool as well
-        raise TypeError(f"{name} must be a bool, got {type(value).__module__}.{type(value).__name__}")
+def _no_flag(name: str, value: Any) -> TypeError:
+    # numpy's own is called bool as well
+    return TypeError(f"{name} must be a bool, got {type(value).__module__}.{type(value).__name__}")
 
 
 def _check_both(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:

@@ -13,9 +13,6 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-import triton
-import triton.language as tl
-
 import backlight
 from backlight.backends.replaying import small
 from backlight.backends.triton.backward import backward
@@ -27,28 +24,27 @@ ROWS, KEYS, HEADS, D = 40, 56, 2, 16
 GUARD, MARK = 1 << 16, 77.0
 
 
-@triton.jit
-def _borders_kernel(cu_ptr, out_ptr, length, n, N: tl.constexpr):
-    z = tl.arange(0, N)
-    begin, end = small.borders(cu_ptr, z, z < n, length)
-    tl.store(out_ptr + z * 2, begin, mask=z < n)
-    tl.store(out_ptr + z * 2 + 1, end, mask=z < n)
-
-
+@pytest.mark.parametrize("block", [4, small.BLOCK])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_borders_lie_within_the_tensor(dtype: torch.dtype) -> None:
-    """Right ones as they are, wrong ones at the nearest row, and no sequence of negative length."""
+def test_borders_as_kernels_follow_them(dtype: torch.dtype, block: int) -> None:
+    """Right ones as they are; of wrong ones as many rows as there are, in order, and as many tiles as those have."""
     largest = torch.iinfo(dtype).max
-    values = [0, 3, 3, 9, 5, -4, largest, -largest, 40, 41, 7, 40]
-    cu = torch.tensor(values, dtype=dtype)
-    found = torch.full((len(values) - 1, 2), -1, dtype=torch.int32)
-    _borders_kernel[(1,)](cu, found, 40, len(values) - 1, N=16)
-    assert found[:3].tolist() == [[0, 3], [3, 3], [3, 9]]
-    assert ((found >= 0) & (found <= 40)).all()
-    assert (found[:, 0] <= found[:, 1]).all()
-    first = torch.empty(len(values), dtype=torch.int32)
-    small._first_tiles_kernel[(1,)](cu, first, 40, len(values) - 1, 16, BLOCK=small.BLOCK)
-    assert first.diff().tolist() == [-(-(end - begin) // 16) for begin, end in found.tolist()]
+    for values, wanted in (
+        ([0, 3, 3, 9, 17, 17, 40], [0, 3, 3, 9, 17, 17, 40]),
+        ([0], [0]),
+        ([0, 3, 9, 5, 30, 41, 90], [0, 3, 9, 9, 34, 40, 40]),
+        ([-300, -20, 40], [0, 40, 40]),
+        ([0, largest, -largest, 7], None),
+        ([7, 20, 31], [0, 13, 24]),
+    ):
+        cu = torch.tensor(values, dtype=dtype)
+        first, borders = (torch.full(cu.shape, -1, dtype=torch.int32) for _ in range(2))
+        small._first_tiles_kernel[(1,)](cu, first, borders, 40, len(values) - 1, 16, BLOCK=block)
+        assert wanted is None or borders.tolist() == wanted
+        assert borders[0] == first[0] == 0
+        assert (borders.diff() >= 0).all()
+        assert borders[-1] <= 40
+        assert first.diff().tolist() == [-(-n // 16) for n in borders.diff().tolist()]
 
 
 class Guards:

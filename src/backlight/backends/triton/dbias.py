@@ -53,7 +53,7 @@ def _dbias_kernel(
     for z in range(segments):
         segment = Segment(0, 0, sq, sk)
         if V.VARLEN:
-            segment = nth_segment(z, packing, sq, sk)
+            segment = nth_segment(z, packing)
         # row i0 meets key i0 + ahead at this offset
         ahead = segment.sk - segment.sq + geometry.bias_origin - column
         first_tile = tl.maximum(1 - BN - ahead, 0) // BM

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from backlight.backends.replaying.small import borders
 from backlight.backends.triton.softcap import softcapped
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -261,11 +260,11 @@ def tile_gradient(p, m, dp, delta, slope, V: tl.constexpr):
 
 
 @triton.jit
-def nth_segment(z, packing, sq, sk):
-    """Segment z of sequences packed into sq rows and sk keys."""
-    q_start, q_end = borders(packing.cu_q, z, True, sq)
-    k_start, k_end = borders(packing.cu_k, z, True, sk)
-    return Segment(q_start, k_start, q_end - q_start, k_end - k_start)
+def nth_segment(z, packing):
+    """Segment z of packed sequences."""
+    q_start = tl.load(packing.cu_q + z)
+    k_start = tl.load(packing.cu_k + z)
+    return Segment(q_start, k_start, tl.load(packing.cu_q + z + 1) - q_start, tl.load(packing.cu_k + z + 1) - k_start)
 
 
 @triton.jit
@@ -275,7 +274,7 @@ def segment_of(tile, packing, sq, sk, n_segments, V: tl.constexpr):
     if V.VARLEN:
         z, tile = locate(tile, packing.cu_tiles, n_segments)
         exists = (z < n_segments).to(tl.int32)
-        found = nth_segment(tl.minimum(z, n_segments - 1), packing, sq, sk)
+        found = nth_segment(tl.minimum(z, n_segments - 1), packing)
         segment = Segment(found.q_start, found.k_start, found.sq * exists, found.sk * exists)
     return segment, tile
 
