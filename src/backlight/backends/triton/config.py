@@ -175,14 +175,16 @@ def _wide(kernel: str, shared: int) -> KernelConfig:
 
 
 def _usual(kernel: str, width: int, call: Call, shared: int) -> KernelConfig:
-    """16 bits, heads up to 128. tau and softcap keep a tile more in registers: smaller tiles, or more warps."""
+    """16 bits, heads up to 128. tau, softcap and columns beyond a head keep a tile more in registers: smaller tiles, or more
+    warps."""
     if kernel in ("forward", "lse"):
         return KernelConfig(128, 64, 8, 3 if width <= 64 or shared >= LARGE else 2)
     if kernel == "elastic":
         return KernelConfig(64, 64, 4, 2, tma=True)
-    heavy = call.tau is not None or call.spec.softcap is not None
+    heads = call.q.shape[-1], call.v.shape[-1]
+    heavy = call.tau is not None or call.spec.softcap is not None or any(padded(d) != d for d in heads)
     if heavy and kernel == "dkdv" and (width <= 64 or shared < MIDDLE):
         return KernelConfig(32, 64, 4, 2) if shared >= MIDDLE else KernelConfig(32, 64, 8, 1)
     if shared >= MIDDLE:
-        return KernelConfig(64, 64, 8 if heavy and width > 64 else 4, 2)
+        return KernelConfig(64, 64, 8 if heavy and (width > 64 or kernel == "dbias") else 4, 2)
     return KernelConfig(64, 64, 8, 1) if kernel == "dbias" and width > 64 else KernelConfig(64, 64, 4, 2)

@@ -8,9 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from backlight.backends.triton.config import padded
 from backlight.backends.triton.launch import Launch, compact, rows_of
 from backlight.backends.triton.loads import at, load_tile, row_state, store_tile
 from backlight.backends.triton.primitives import LOG2E, segment_of, visible_count
+from backlight.call import Call
 
 # no row tile of any kernel is higher
 BLOCK = 128
@@ -90,6 +92,12 @@ def _delta_kernel(
     tl.store(minus_lse2_ptr + offset + lanes, minus_lse2, mask=in_buffer)
 
 
+def warps_of(call: Call) -> int:
+    """Four tensors of wide rows at a time fill the registers of eight warps."""
+    wide = padded(call.v.shape[-1]) > 128
+    return 16 if wide and (call.gate is not None or call.tau is not None) else 8
+
+
 def prepare_rows(
     launch: Launch, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, out: dict[str, Tensor]
 ) -> RowState:
@@ -128,7 +136,7 @@ def prepare_rows(
             V=launch.variant,
             HAS_DLSE=dlse is not None,
             BM=BLOCK,
-            num_warps=8,
+            num_warps=warps_of(call),
             enable_fp_fusion=True,
         )
     if call.tau is not None:
