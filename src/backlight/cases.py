@@ -324,6 +324,7 @@ EXTREMES = (
     Case("sink,infinite,no dlse", sink=INFINITE, bias=24),
     Case("sink,infinite,tau", causal=True, sq=83, sk=47, sink=INFINITE, tau=(0.4, -0.7, -0.7, 0.4), hq=4, gate=True, dlse=True),
     Case("sink,infinite,varlen", lengths_q=(10, 30, 20, 7), lengths_k=(0, 30, 20, 0), sink=INFINITE, dlse=True),
+    Case("sink,infinite,no keys", sk=0, sink=INFINITE, dlse=True),
     Case("window beyond 32 bits,tau", window=(sys.maxsize, sys.maxsize), sq=83, sk=47, tau=(-0.7, 0.4)),
     Case("window beyond 32 bits,causal", causal=True, window=(2**31 - 1, None), sq=47, sk=83, bias=24),
     Case("bias,origin beyond 32 bits", causal=True, bias=24, bias_origin=2**31 - 1),
