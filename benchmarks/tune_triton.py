@@ -26,6 +26,7 @@ from triton.testing import do_bench
 from backlight.backends.triton.config import KernelConfig, kernels_of
 from backlight.backends.triton.dbias import dbias_of
 from backlight.backends.triton.delta import RowState, prepare_rows
+from backlight.backends.triton.device import device_of
 from backlight.backends.triton.dkdv import launch_keys
 from backlight.backends.triton.dq import dq_of
 from backlight.backends.triton.elastic import elastic_of
@@ -192,8 +193,11 @@ def write(path: Path, rows: list[dict]) -> None:
         key = f"{row['kernel']}/{row['d']}/{row['variant']}"
         if row["ms"] and (key not in best or row["ms"] < best[key]["ms"]):
             best[key] = row
+    device = device_of(torch.device("cuda", torch.cuda.current_device()))
     record = {
-        "device": torch.cuda.get_device_name(),
+        "device": device.name,
+        "arch": device.arch,
+        "shared": device.shared,
         "torch": torch.__version__,
         "triton": triton.__version__,
         "date": datetime.date.today().isoformat(),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import backlight
 from backlight import api, binding, ops
+from backlight import call as call_module
 from backlight.call import Call, Memory, read_cu_seqlens
 from backlight.spec import AttentionSpec
 
@@ -154,7 +155,9 @@ def packed(cu_q: Tensor, cu_k: Tensor, rows: int = 8) -> Call:
     return Call(AttentionSpec(), q, q, q, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
 
 
-def test_borders_are_read_once_for_each_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_borders_on_a_device_are_read_once_for_each_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reading waits for the device, and kernels hold borders within the tensors."""
+    monkeypatch.setattr(call_module, "_waits", lambda cu: True)
     cu = torch.tensor([0, 3, 8])
     read = []
     honest = Tensor.tolist
@@ -169,7 +172,40 @@ def test_borders_are_read_once_for_each_value(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ValueError, match="must end at the packed length 9, got 8"):
         packed(cu, cu, rows=9).check_borders()
     packed(cu, cu).check_borders()
-    assert len(read) == 2
+    # once more, for a length that they had not been held against
+    assert len(read) == 3
+
+
+@pytest.mark.parametrize("change", ["numpy", "data", "storage"])
+def test_borders_changed_behind_their_back(change: str) -> None:
+    """Without a new version: what counts are values."""
+    q, k, v = (torch.randn(8, 2, 8, requires_grad=True) for _ in range(3))
+    memory = torch.tensor([0, 3, 8])
+    cu = memory.data if change == "storage" else memory
+    backlight.attention_varlen(q, k, v, cu)
+    version = cu._version
+
+    def put(values: list[int]) -> None:
+        if change == "numpy":
+            cu.numpy()[:] = values
+        elif change == "data":
+            cu.data.copy_(torch.tensor(values))
+        else:
+            memory.copy_(torch.tensor(values))
+
+    put([0, 6, 8])
+    assert cu._version == version
+    found = backlight.attention_varlen(q, k, v, cu)
+    wanted = backlight.attention_varlen(q, k, v, torch.tensor([0, 6, 8]))
+    assert torch.equal(found, wanted)
+    dy = torch.randn(8, 2, 8)
+    assert all(map(torch.equal, torch.autograd.grad(found, (q, k, v), dy), torch.autograd.grad(wanted, (q, k, v), dy)))
+    put([0, 6, 9])
+    with pytest.raises(ValueError, match="cu_seqlens_q must end at the packed length 8, got 9"):
+        backlight.attention_varlen(q, k, v, cu)
+    put([0, 9, 8])
+    with pytest.raises(ValueError, match="cu_seqlens_q must not decrease, got 9 then 8"):
+        backlight.attention_varlen(q, k, v, cu)
 
 
 def test_borders_that_are_wrong_stay_wrong() -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from importlib.resources import files
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from backlight.backends.triton.config import KernelConfig, entry, heuristic, kernels_of, table_of
+from backlight import info
+from backlight.backends.triton import config, device
+from backlight.backends.triton.config import KernelConfig, entry, heuristic, kernels_of, table_for, table_in_use, tables
+from backlight.backends.triton.device import INTERPRETED, KIB, Device, device_of
 from backlight.call import Call
 from backlight.spec import AttentionSpec
 
@@ -36,10 +41,10 @@ def test_kernels_follow_the_call() -> None:
     assert kernels_of(call_of(136, "causal", torch.float32)) == ("forward", "dq", "dkdv")
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_shipped_table_covers_what_is_launched_and_nothing_else(device: str) -> None:
+@pytest.mark.parametrize("folder", DEVICES)
+def test_a_shipped_table_covers_what_is_launched_and_nothing_else(folder: str) -> None:
     """An entry that no call looks up is a measurement that no user gets."""
-    table, used = table_of(device), set()
+    table, used = next(x.best for x in tables() if x.folder == folder), set()
     for d in (64, 128, 256):
         for variant in VARIANTS:
             call = call_of(d, variant)
@@ -50,9 +55,9 @@ def test_a_shipped_table_covers_what_is_launched_and_nothing_else(device: str) -
     assert all(config.block_m <= config.block_n for key, config in table.items() if key.startswith("dbias"))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_best_is_the_fastest_row(device: str) -> None:
-    record = json.loads((files("backlight") / "data" / "tuning" / device / "triton.json").read_text())
+@pytest.mark.parametrize("folder", DEVICES)
+def test_the_best_is_the_fastest_row(folder: str) -> None:
+    record = json.loads((files("backlight") / "data" / "tuning" / folder / "triton.json").read_text())
     for key, chosen in record["best"].items():
         kernel, d, variant = key.split("/")
         rows = [row for row in record["rows"] if (row["kernel"], str(row["d"]), row["variant"]) == (kernel, d, variant)]
@@ -73,14 +78,83 @@ def test_a_variant_without_an_entry_takes_the_plain_one() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("d", [16, 64, 128, 256])
-def test_the_heuristic_knows_every_kernel(d: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("shared", [64, 99, 163, 227])
+def test_the_heuristic_knows_every_kernel(d: int, dtype: torch.dtype, shared: int) -> None:
     for variant in VARIANTS:
         call = call_of(d, variant, dtype)
         for kernel in kernels_of(call):
-            config = heuristic(kernel, call)
-            assert kernel != "dbias" or config.block_m <= config.block_n
+            tiles = heuristic(kernel, call, Device("some card", "sm_100", shared * KIB))
+            assert kernel != "dbias" or tiles.block_m <= tiles.block_n
 
 
 def test_tiles_stay_within_what_the_kernels_count_on() -> None:
     with pytest.raises(ValueError, match="block_m \\+ block_n"):
         KernelConfig(128, 256, 8, 2)
+
+
+# --- which card gets which table ---------------------------------------------------------------------------------------------
+
+H200 = Device("NVIDIA H200", "sm_90", 227 * KIB)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H20", "NVIDIA GH200 480GB", "NVIDIA H800"])
+def test_hopper_cards_share_what_was_measured(name: str) -> None:
+    found = table_for(Device(name, "sm_90", 227 * KIB))
+    assert found is not None
+    assert found.folder == "nvidia-h200"
+
+
+@pytest.mark.parametrize("card", [Device("a lesser H200", "sm_90", 163 * KIB), Device("NVIDIA B200", "sm_100", 227 * KIB)])
+def test_a_table_stays_with_its_architecture_and_its_memory(card: Device) -> None:
+    """Less shared memory than its tiles were measured with, or matrix units of another kind."""
+    assert table_for(card) is None
+    call = call_of(128, "causal")
+    assert config.chosen("dq", call, card) == heuristic("dq", call, card) != config.chosen("dq", call, H200)
+
+
+def properties(**known: object) -> SimpleNamespace:
+    return SimpleNamespace(**({"name": "a card", "major": 8, "minor": 6} | known))
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Device]]:
+    """`device_of` of a card that says this of itself."""
+    device_of.cache_clear()
+
+    def found(hip: str | None = None, **known: object) -> Device:
+        device_of.cache_clear()
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties(**known))
+        return device_of(torch.device("cuda", 0))
+
+    yield found
+    device_of.cache_clear()
+
+
+def test_shared_memory_is_asked_for_then_looked_up(card: Callable[..., Device], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_asked_of_triton", lambda device: 12345)
+    assert card(shared_memory_per_block_optin=101376) == Device("a card", "sm_86", 101376)
+    assert card() == Device("a card", "sm_86", 12345)
+    monkeypatch.setattr(device, "_asked_of_triton", lambda device: None)
+    assert [card(major=major, minor=minor).shared // KIB for major, minor in ((8, 0), (8, 9), (9, 0), (12, 0), (7, 5))] == [
+        *(163, 99, 227, 99, 64)
+    ]
+    amd = card(hip="6.4", gcnArchName="gfx942:sramecc+:xnack-", shared_memory_per_block_optin=0)
+    assert amd == Device("a card", "gfx942", 64 * KIB)
+
+
+def test_words_for_the_table_in_use(card: Callable[..., Device]) -> None:
+    cuda = torch.device("cuda", 0)
+    card(name="NVIDIA H20", major=9, minor=0, shared_memory_per_block_optin=232448)
+    assert table_in_use(cuda) == "tiles measured on NVIDIA H200, 227 KiB of shared memory"
+    card(shared_memory_per_block_optin=101376)
+    assert table_in_use(cuda) == "tiles for 99 KiB of shared memory, not measured on sm_86"
+    assert table_for(INTERPRETED) is None
+
+
+def test_info_names_the_table_of_each_device(card: Callable[..., Device], monkeypatch: pytest.MonkeyPatch) -> None:
+    card(name="NVIDIA L40S", minor=9, shared_memory_per_block_optin=101376, total_memory=48 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert ("cuda:0 triton", "tiles for 99 KiB of shared memory, not measured on sm_89") in list(info.devices())

@@ -76,7 +76,7 @@ def card(driven: Watched, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     monkeypatch.setattr(program, "_once", Everything())
     monkeypatch.setattr(binding, "_bound", Memory())
     monkeypatch.setattr(launch, "hopper", lambda tensor: True)
-    monkeypatch.setattr("backlight.backends.triton.config.heuristic", lambda kernel, call: TILES)
+    monkeypatch.setattr("backlight.backends.triton.config.heuristic", lambda kernel, call, device: TILES)
     monkeypatch.setattr(backend, "on_gpu", lambda: True)
     monkeypatch.setattr(backend.TritonBackend, "why_not", lambda self, call: ())
     yield driven

@@ -106,6 +106,8 @@ def attention(
         "softcap": softcap,
         "bias_origin": bias_origin,
     }
+    if return_lse is not True and return_lse is not False:
+        raise _no_flag("return_lse", return_lse)
     tensors = (q, k, v, bias, sink, tau, gate, None, None)
     if context is None and not blocks and ops.unobserved(tensors):
         call = _bind_like_before(tensors, options, backend)
@@ -182,6 +184,8 @@ def attention_varlen(
         "softcap": softcap,
         "bias_origin": bias_origin,
     }
+    if return_lse is not True and return_lse is not False:
+        raise _no_flag("return_lse", return_lse)
     tensors = (q, k, v, bias, sink, tau, gate, cu_seqlens_q, cu_seqlens_k)
     plain = context is None and not blocks and cu_seqlens_q is not None and ops.unobserved(tensors)
     if plain and not torch.is_autocast_enabled(q.device.type):
@@ -232,6 +236,9 @@ def explain(
 
     Under a context (`backlight.distributed.context_parallel`): what this rank would do with its blocks; nothing is sent.
     """
+    if return_lse is not True and return_lse is not False:
+        raise _no_flag("return_lse", return_lse)
+    _check_both(cu_seqlens_q, cu_seqlens_k)
     tensors = (q, k, v) if cu_seqlens_q is None else (q, k, v, cu_seqlens_q, cu_seqlens_k)
     bind = _bind if cu_seqlens_q is None else _bind_packed
     context, backend = innermost(context), _known(backend)
@@ -325,9 +332,20 @@ def call_of(
 ) -> Call:
     """The call that `attention` or, with cu_seqlens_q, `attention_varlen` makes of these arguments, checked."""
     _known(backend)
+    _check_both(cu_seqlens_q, cu_seqlens_k)
     if innermost(None) is not None:
         raise ValueError("this call is one rank's shard of a longer sequence (context_parallel); leave the block first")
     return _bind(q, k, v, **options) if cu_seqlens_q is None else _bind_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+
+
+def _no_flag(name: str, value: Any) -> TypeError:
+    # numpy's own is called bool as well
+    return TypeError(f"{name} must be a bool, got {type(value).__module__}.{type(value).__name__}")
+
+
+def _check_both(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:
+    if cu_seqlens_q is None and cu_seqlens_k is not None:
+        raise TypeError("cu_seqlens_q must be given with cu_seqlens_k, got None")
 
 
 def _known(backend: str | None) -> str | None:

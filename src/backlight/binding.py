@@ -185,6 +185,8 @@ def _check_tensors(call: Call) -> None:
 def check_is_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor (torch.strided), got {value.layout}")
 
 
 def _check_device(name: str, tensor: Tensor, q: Tensor) -> None:
@@ -194,8 +196,7 @@ def _check_device(name: str, tensor: Tensor, q: Tensor) -> None:
 
 def check_ranks(tensors: dict[str, Any], wanted: int, layout: str) -> None:
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            check_is_tensor(name, tensor)
+        check_is_tensor(name, tensor)
         if tensor.dim() != wanted:
             raise ValueError(f"{name} must have {wanted} dimensions {layout}, got shape {tuple(tensor.shape)}")
 

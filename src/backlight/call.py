@@ -108,7 +108,8 @@ class Call:
         return ("dq", "dk", "dv", *(f"d{term}" for term in self.spec.terms))
 
     def check_borders(self) -> None:
-        """Raises where cu_seqlens are not borders of these rows and keys; reads them on the host, once for each value."""
+        """Raises where cu_seqlens are not borders of these rows and keys; where reading them waits for a device, once for each
+        version of them. For kernels that read borders themselves and stay within the tensors whatever they are."""
         cu_q, cu_k, sq, sk = self.cu_seqlens_q, self.cu_seqlens_k, self.q.shape[2], self.k.shape[2]
         if cu_q is None or cu_k is None or self._segments is not None:
             return
@@ -150,25 +151,34 @@ def layout_of(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15
 
 
-# a tensor's version, values and the lengths they were checked against: the layers of a model share one cu_seqlens, and each
-# reading waits for the device
+# Values of cu_seqlens and the lengths they were checked against, by tensor. Memory may change behind a tensor's back (numpy,
+# `.data`, another tensor of the same storage), so what was read is trusted only where reading again would wait for the device
+# and a kernel reads the borders itself, held within the tensors: the layers of a model share one cu_seqlens.
 _host_values: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _is_checked(cu_seqlens: Tensor, total: int) -> bool:
-    if cu_seqlens.is_inference():
+    if cu_seqlens.is_inference() or not _waits(cu_seqlens):
         return False
     known = _host_values.get(cu_seqlens)
     return known is not None and known[0] == cu_seqlens._version and total in known[2]
 
 
+def _waits(cu_seqlens: Tensor) -> bool:
+    """Whether reading values waits for a device."""
+    return cu_seqlens.device.type != "cpu"
+
+
 def read_cu_seqlens(name: str, cu_seqlens: Tensor, total: int | None) -> tuple[int, ...]:
     """Host values of a cu_seqlens tensor, checked: starts at 0, never decreases, ends at the packed length (None: anywhere)."""
     version = None if cu_seqlens.is_inference() else cu_seqlens._version
+    values = tuple(cu_seqlens.tolist())
     known = _host_values.get(cu_seqlens)
-    if known is None or version is None or known[0] != version:
-        known = _host_values[cu_seqlens] = (version, tuple(cu_seqlens.tolist()), set())
-    values, checked = known[1:]
+    if known is None or known[:2] != (version, values):
+        known = _host_values[cu_seqlens] = (version, values, set())
+    checked = known[2]
+    if total in checked:
+        return values
     if values[0] != 0:
         raise ValueError(f"{name} must start at 0, got {values[0]}")
     for z, (a, b) in enumerate(pairwise(values)):

@@ -8,6 +8,8 @@ fp32, or fp64 for an fp64 problem, as parameters do under mixed precision.
 from __future__ import annotations
 
 import itertools
+import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +32,8 @@ REDRAWS = 100
 
 @dataclass(frozen=True)
 class Case:
-    """One problem. Lengths (`lengths_q`) make it packed and then replace b, sq and sk; tau is repeated over the heads."""
+    """One problem. Lengths (`lengths_q`) make it packed and then replace b, sq and sk; tau is repeated over the heads, and
+    so is a sink that is not drawn."""
 
     name: str
     b: int = 2
@@ -46,7 +49,7 @@ class Case:
     softcap: float | None = None
     bias: int | None = None
     bias_origin: int = 0
-    sink: bool = False
+    sink: bool | tuple[float, ...] = False
     tau: tuple[float, ...] | None = None
     gate: bool = False
     lengths_q: tuple[int, ...] | None = None
@@ -67,7 +70,7 @@ class Case:
             softcap=self.softcap,
             bias=self.bias is not None,
             bias_origin=self.bias_origin,
-            sink=self.sink,
+            sink=bool(self.sink),
             tau=self.tau is not None,
             gate=self.gate,
         )
@@ -106,10 +109,14 @@ class Case:
             v = v[:, :, :1].expand_as(v)
         v = v + self.value_shift
         bias = None if self.bias is None else normal(self.hq, self.bias).to(device, parameter)
-        sink = normal(self.hq).to(device, parameter) if self.sink else None
-        tau = None
-        if self.tau is not None:
-            tau = torch.tensor([self.tau[h % len(self.tau)] for h in range(self.hq)], dtype=parameter, device=device)
+
+        def repeated(values: tuple[float, ...]) -> Tensor:
+            return torch.tensor([values[h % len(values)] for h in range(self.hq)], dtype=parameter, device=device)
+
+        sink = None
+        if self.sink:
+            sink = repeated(self.sink) if isinstance(self.sink, tuple) else normal(self.hq).to(device, parameter)
+        tau = None if self.tau is None else repeated(self.tau)
         gate = normal(b, self.hq, sq, dv).to(device, dtype) if self.gate else None
         call = Call(
             self.spec,
@@ -311,7 +318,19 @@ NUMERICS = (
     Case("tau,large values", causal=True, value_shift=1500.0, tau=(-0.7, 0.4), dtypes=EVERY_DTYPE),
 )
 
-CASES: tuple[Case, ...] = (*SINGLES, *PAIRS, *TOGETHER, *SIZES, *WIDE, *EMPTY, *PACKED, *BIAS, *TAU, *NUMERICS)
+INFINITE = (math.inf, -math.inf)
+EXTREMES = (
+    Case("sink,infinite", causal=True, sq=90, sk=40, sink=INFINITE, dlse=True, dtypes=EVERY_DTYPE),
+    Case("sink,infinite,no dlse", sink=INFINITE, bias=24),
+    Case("sink,infinite,tau", causal=True, sq=83, sk=47, sink=INFINITE, tau=(0.4, -0.7, -0.7, 0.4), hq=4, gate=True, dlse=True),
+    Case("sink,infinite,varlen", lengths_q=(10, 30, 20, 7), lengths_k=(0, 30, 20, 0), sink=INFINITE, dlse=True),
+    Case("sink,infinite,no keys", sk=0, sink=INFINITE, dlse=True),
+    Case("window beyond 32 bits,tau", window=(sys.maxsize, sys.maxsize), sq=83, sk=47, tau=(-0.7, 0.4)),
+    Case("window beyond 32 bits,causal", causal=True, window=(2**31 - 1, None), sq=47, sk=83, bias=24),
+    Case("bias,origin beyond 32 bits", causal=True, bias=24, bias_origin=2**31 - 1),
+)
+
+CASES: tuple[Case, ...] = (*SINGLES, *PAIRS, *TOGETHER, *SIZES, *WIDE, *EMPTY, *PACKED, *BIAS, *TAU, *NUMERICS, *EXTREMES)
 BY_NAME = {case.name: case for case in CASES}
 
 

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -58,6 +59,8 @@ def devices() -> Iterator[tuple[str, str]]:
         found = torch.cuda.get_device_properties(index)
         kind = f"sm_{found.major}{found.minor}" if torch.version.cuda else getattr(found, "gcnArchName", "HIP")
         yield f"cuda:{index}", f"{found.name}, {kind}, {found.total_memory / 2**30:.0f} GiB"
+        tiles: Any = registry.get("triton")
+        yield f"cuda:{index} triton", tiles.table_in_use(torch.device("cuda", index))
     if torch.backends.mps.is_available():
         yield "mps", "Apple Metal"
 

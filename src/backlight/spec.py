@@ -36,6 +36,8 @@ from torch import Tensor
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
+# no row is this far from a key: kernels count positions in 32 bits, and a reach must not leave them when one is added to it
+BEYOND = 1 << 30
 
 Index = TypeVar("Index", int, Tensor)
 
@@ -45,7 +47,8 @@ class AttentionSpec:
     """The mathematics of one attention call (eq. 4-13), without its tensors and without its lengths.
 
     causal:      mask keys after the row's own position.
-    window:      (left, right) reach around the row's own position, ends included; None = unbounded.
+    window:      (left, right) reach around the row's own position, ends included; None = unbounded, and so is a reach beyond
+                 every distance there can be.
     scale:       factor on q.k before everything else; None = D ** -0.5.
     softcap:     c in c * tanh(x / c), applied before bias and mask; None = absent.
     bias:        a learned table [Hq, n] is added by distance i' - j.
@@ -84,6 +87,16 @@ class AttentionSpec:
             raise ValueError(f"softcap must be > 0 or None, got {self.softcap}")
         if isinstance(self.bias_origin, bool) or not isinstance(self.bias_origin, int):
             raise TypeError(f"bias_origin must be an int, got {self.bias_origin!r}")
+        self._keep_within_reach()
+
+    def _keep_within_reach(self) -> None:
+        """Numbers beyond every distance become ones that mean the same and overflow nowhere."""
+        left, right = self.window
+        if (left is not None and left >= BEYOND) or (right is not None and right >= BEYOND):
+            sides = tuple(None if reach is None or reach >= BEYOND else reach for reach in self.window)
+            object.__setattr__(self, "window", sides)
+        if self.bias_origin > BEYOND or self.bias_origin < -BEYOND:
+            object.__setattr__(self, "bias_origin", max(-BEYOND, min(BEYOND, self.bias_origin)))
 
     @property
     def left(self) -> int | None:

@@ -39,6 +39,28 @@ def test_first_tiles(lengths: list[int], block: int, dtype: torch.dtype, monkeyp
     assert found.tolist() == wanted
 
 
+@pytest.mark.parametrize(
+    ("rows", "keys"),
+    [([0, 20, 4000], [0, 30, 7]), ([-9, 50, 3, 40], [0, 90, 3, 90]), ([0, 40, 0, 40, 0, 40], [0, 9, 5, 3, 1, 0])],
+)
+def test_borders_are_put_in_order(rows: list[int], keys: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever cu_seqlens has become since it was checked: kernels read their tensors only, and buffers hold all tiles."""
+    monkeypatch.setattr(Call, "check_borders", lambda self: None)
+    q, k = (torch.zeros(1, 2, length, 64, dtype=torch.float16) for length in (40, 90))
+    call = Call(AttentionSpec(), q, k, k, cu_seqlens_q=torch.tensor(rows), cu_seqlens_k=torch.tensor(keys))
+    with emulator.emulated():
+        launch = Launch(call)
+        for side, length in ((call.cu_seqlens_q, 40), (call.cu_seqlens_k, 90)):
+            cu_q, cu_k, first, _ = launch.packing(side, 16)
+            for borders, end in ((cu_q, 40), (cu_k, 90)):
+                assert borders[0] == 0
+                assert (borders.diff() >= 0).all()
+                assert borders[-1] <= end
+            assert first[-1] <= launch.tiles(length, side, 16)
+            own = cu_q if side is call.cu_seqlens_q else cu_k
+            assert first.diff().tolist() == [-(-n // 16) for n in own.diff().tolist()]
+
+
 @pytest.mark.parametrize(("batch", "heads", "tiles"), [(1, 1, 1), (3, 2, 5), (2, 3, 40)])
 def test_head_sums(batch: int, heads: int, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small, "BLOCK", 16)

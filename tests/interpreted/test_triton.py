@@ -21,7 +21,7 @@ import triton.language as tl
 from backlight.backends.triton import primitives, softcap
 from backlight.backends.triton.config import KernelConfig
 from backlight.config import override
-from cases import BY_NAME, PACKED, SINGLES, TOGETHER, Case, case_id
+from cases import BY_NAME, EXTREMES, PACKED, SINGLES, TOGETHER, Case, case_id
 from gate import judge, measure
 from running import run
 
@@ -48,7 +48,7 @@ AWKWARD = (
     "large logits,sink",
     "softcap,saturated",
 )
-CASES = (*SINGLES, *TOGETHER, *PACKED, *(BY_NAME[name] for name in AWKWARD))
+CASES = (*SINGLES, *TOGETHER, *PACKED, *EXTREMES, *(BY_NAME[name] for name in AWKWARD))
 
 
 def verdict_of(case: Case, dtype: torch.dtype) -> object:

@@ -72,5 +72,8 @@ def prepare(
         delta = delta - dlse.to(dtype).masked_fill(lse == -torch.inf, 0)
     if "dsink" in needs:
         assert call.sink is not None
-        out["dsink"] = -(torch.exp(call.sink.to(dtype)[None, :, None] - lse) * delta).sum(dim=(0, 2))
+        sink = call.sink.to(dtype)[None, :, None]
+        # an infinite sink is all there is, or nothing
+        weight = torch.exp(sink - lse).masked_fill(lse == sink, 1).masked_fill(lse == -torch.inf, 0)
+        out["dsink"] = -(weight * delta).sum(dim=(0, 2))
     return Prepared(delta, out)

@@ -45,7 +45,7 @@ def _squares(ratio: float) -> dict[str, Stage]:
     """
 
     def wobble(q, k, scale, lse):
-        behind = scale * (q**2 @ (k**2).mT).sqrt() + lse.masked_fill(lse == -torch.inf, 0).abs()[:, None]
+        behind = scale * (q**2 @ (k**2).mT).sqrt() + lse.masked_fill(torch.isinf(lse), 0).abs()[:, None]
         return 1 + ratio * behind
 
     def ds(p, m, dp, delta, q, k, scale, lse):
@@ -70,7 +70,7 @@ def _squares(ratio: float) -> dict[str, Stage]:
         return scale**2 * ((dx**2 + p**2 * _delta_squares(do, o)[:, None]).mT @ q**2)
 
     def dsink(p_sink, delta, do, o, lse):
-        sized = 1 + ratio * lse.masked_fill(lse == -torch.inf, 0).abs()
+        sized = 1 + ratio * lse.masked_fill(torch.isinf(lse), 0).abs()
         return (p_sink**2 * (_delta_squares(do, o) + (delta * sized) ** 2)).sum()
 
     return STAGES | _stages(

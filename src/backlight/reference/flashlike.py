@@ -48,7 +48,8 @@ class Flashlike(Oracle):
     def _forward(self, head: Mapping[str, Tensor]) -> Values:
         rows = head["q"].shape[0]
         sink = head["sink"]
-        row_max = head["q"].new_full((rows,), -torch.inf) if sink is None else sink.repeat(rows)
+        largest = torch.finfo(head["q"].dtype).max
+        row_max = head["q"].new_full((rows,), -torch.inf) if sink is None else sink.repeat(rows).clamp(max=largest)
         row_sum = torch.zeros_like(row_max) if sink is None else torch.ones_like(row_max)
         acc = head["q"].new_zeros(rows, head["v"].shape[1])
         for keys, _, s, _ in self._tiles(head):
@@ -60,6 +61,8 @@ class Flashlike(Oracle):
             acc = acc * rescale[:, None] + self._operand(p) @ head["v"][keys]
             row_max = new_max
         lse = row_max + torch.log(row_sum)
+        if sink is not None:
+            lse = lse.masked_fill(sink == torch.inf, torch.inf)
         o = acc / row_sum.masked_fill(row_sum == 0, 1)[:, None]
         u = torch.zeros_like(o)
         if head["tau"] is not None:

@@ -105,15 +105,15 @@ class Oracle:
                     "tau": None if call.tau is None else cast(call.tau[h]),
                     "gate": None if call.gate is None else cast(call.gate[b, h, rows]),
                     "dy": None if dy is None else cast(dy[b, h, rows]),
-                    "dlse": None if dlse is None else self._finite_rows(cast(dlse[b, h, rows]), segment, call),
+                    "dlse": None if dlse is None else self._finite_rows(cast(dlse[b, h, rows]), h, segment, call),
                 }
                 yield b, h, segment, inputs
 
     @staticmethod
-    def _finite_rows(dlse: Tensor | None, segment: Segment, call: Call) -> Tensor:
-        """dlse of rows that see nothing is ignored, unless a sink gives them a finite lse."""
+    def _finite_rows(dlse: Tensor | None, h: int, segment: Segment, call: Call) -> Tensor:
+        """dlse of rows that see nothing is ignored, unless a sink gives them an lse."""
         assert dlse is not None
-        if call.sink is not None:
+        if call.sink is not None and call.sink[h] != -torch.inf:
             return dlse
         return dlse.masked_fill(call.spec.visible_counts(segment.sq, segment.sk, dlse.device) == 0, 0)
 

@@ -84,7 +84,10 @@ def p(s, lse):
 
 @stage("9")
 def p_sink(lse, sink):
-    return torch.zeros_like(lse) if sink is None else torch.exp(sink - lse)
+    """The limits of an infinite sink: 1 where it is all there is (+inf), 0 where it is as good as absent (-inf)."""
+    if sink is None:
+        return torch.zeros_like(lse)
+    return torch.exp(sink - lse).masked_fill(lse == sink, 1).masked_fill(lse == -torch.inf, 0)
 
 
 @stage("10")

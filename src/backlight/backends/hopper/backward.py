@@ -485,7 +485,7 @@ def _without_pairs(call: Call, name: str, lse: Tensor, dlse: Tensor | None) -> T
     """A gradient where no row meets a key: 0, except that a sink alone is the whole lse (math.md section 2)."""
     given = getattr(call, name[1:])
     if name == "dsink" and dlse is not None:
-        return dlse.float().sum(dim=(0, 2)).to(given.dtype)
+        return dlse.float().sum(dim=(0, 2)).masked_fill(given == -torch.inf, 0).to(given.dtype)
     return torch.zeros_like(given)
 
 

@@ -157,6 +157,7 @@ class Launch:
         self.batch, self.heads, self.sq, self.d = call.q.shape
         self.kv_heads, self.sk, self.dv = call.k.shape[1], call.k.shape[2], call.v.shape[3]
         self.bd, self.bdv = padded(self.d), padded(self.dv)
+        self._borders: dict[int, Tensor] = {}
 
     def once(self, name: Hashable, decide: Callable[[], Value]) -> Value:
         """`decide()`, remembered for every call of the same layout: it may look at no value of a tensor."""
@@ -225,18 +226,31 @@ class Launch:
         """cu_seqlens_q, cu_seqlens_k, first tile of each sequence, number of sequences."""
         if cu_seqlens is None:
             return self.call.q, self.call.q, self.call.q, 0
-        return self.call.cu_seqlens_q, self.call.cu_seqlens_k, self.first_tiles(cu_seqlens, block), cu_seqlens.shape[0] - 1
+        first = self.first_tiles(cu_seqlens, block)
+        cu_q, cu_k = (self.borders(cu, block) for cu in (self.call.cu_seqlens_q, self.call.cu_seqlens_k))
+        return cu_q, cu_k, first, cu_seqlens.shape[0] - 1
+
+    def borders(self, cu_seqlens: Tensor | None, block: int) -> Tensor:
+        """cu_seqlens as kernels follow them (`_first_tiles_kernel`); they come with the first tiles, of whatever block."""
+        assert cu_seqlens is not None
+        if id(cu_seqlens) not in self._borders:
+            self.first_tiles(cu_seqlens, block)
+        return self._borders[id(cu_seqlens)]
 
     def first_tiles(self, cu_seqlens: Tensor, block: int) -> Tensor:
         """Tiles of one head before each packed sequence, and in all: [Z + 1] int32."""
         first = torch.empty(cu_seqlens.shape, dtype=torch.int32, device=cu_seqlens.device)
+        borders = self._borders.get(id(cu_seqlens))
+        if borders is None:
+            borders = self._borders[id(cu_seqlens)] = torch.empty_like(first)
+        side = "keys" if cu_seqlens is self.call.cu_seqlens_k else "rows"
 
         def describe() -> dict[str, Any]:
-            args = [cu_seqlens, first, cu_seqlens.shape[0] - 1, block]
+            length = self.sk if side == "keys" else self.sq
+            args = [cu_seqlens, first, borders, length, cu_seqlens.shape[0] - 1, block]
             return {"grid": (1,), "args": args, "constants": {"BLOCK": small.BLOCK}, "num_warps": 4}
 
-        side = "keys" if cu_seqlens is self.call.cu_seqlens_k else "rows"
-        self.start(small._first_tiles_kernel, (cu_seqlens, first), describe, f"{side} {block}")
+        self.start(small._first_tiles_kernel, (cu_seqlens, first, borders), describe, f"{side} {block}")
         return first
 
     def head_sums(self, parts: Tensor, tiles: int, dtype: torch.dtype, which: str) -> Tensor:

@@ -173,7 +173,9 @@ def _prepass_kernel(
         tl.store(share_ptr + padded + lanes, share_of(tau, n, inside, SINK))
         tl.store(dtau_ptr + head * tiles + tile, tl.sum(mean, 0))
     if SINK:
-        p_sink = tl.exp2((tl.load(sink_ptr + h).to(tl.float32) - tl.where(seen, lse, 0.0)) * log2e)
+        sink = tl.load(sink_ptr + h).to(tl.float32)
+        # one of +inf is all there is
+        p_sink = tl.where(lse == sink, 1.0, tl.exp2((sink - tl.where(seen, lse, 0.0)) * log2e))
         tl.store(dsink_ptr + head * tiles + tile, tl.sum(tl.where(seen, -p_sink * delta, 0.0), 0))
     tl.store(lse2_ptr + padded + lanes, tl.where(seen, lse * log2e, float("inf")))
     tl.store(delta_ptr + padded + lanes, delta)

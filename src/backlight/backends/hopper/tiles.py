@@ -26,6 +26,8 @@ from backlight.backends.hopper.primitives import (
 )
 from backlight.backends.hopper.terms import TABLE_PAD, bias_tile, cap_ratio, cap_whole, sink_sums
 
+# in the place of +inf where it stands in a difference: 2^127, which fp32 holds exactly
+LARGEST = gl.constexpr(1.7014118346046923e38)
 # the first named barrier: K_EMPTY + stage, then V_EMPTY + stage, then TURN + warpgroup (ping-pong)
 K_EMPTY = gl.constexpr(8)
 # a published tile: batch * heads + head (END when there is none left), packed sequence, row block; four slots, because a
@@ -179,7 +181,8 @@ def first_sums(p, head, s_l: gl.constexpr):
     row_sum = gl.zeros([WM, 8], gl.float32, row_sum_layout(p.BN))
     if p.SINK:
         sink = gl.load(p.sink_ptr + head % p.heads).to(gl.float32)
-        row_max = gl.full([WM], sink / p.unit, gl.float32, gl.SliceLayout(1, s_l))
+        # kept finite, for what is subtracted from it (`lse_of`); below it every other weight is 0
+        row_max = gl.full([WM], gl.minimum(sink / p.unit, LARGEST), gl.float32, gl.SliceLayout(1, s_l))
         row_sum = sink_sums(row_sum)
     return row_max, row_sum
 
@@ -282,7 +285,10 @@ def lse_of(p, row_max, total):
     unit_rest is what two rounded constants, in the exponent and here, differ by; it would show in the last bits.
     """
     exponent, rest = log2_of_sum(total)
-    return row_max * p.unit + (row_max * p.unit_rest + rest * LN2 + exponent * LN2)
+    lse = row_max * p.unit + (row_max * p.unit_rest + rest * LN2 + exponent * LN2)
+    if p.SINK:
+        lse = gl.where(row_max == LARGEST, INF, lse)
+    return lse
 
 
 @gluon.jit

@@ -93,7 +93,9 @@ def _prepass(
     if "dsink" in sums:
         assert call.sink is not None
         kappa = block.repeat_positions(heads_of(call.sink, slab, group, dtype))
-        add_heads_(sums["dsink"], slab, group, block.sum_positions(torch.exp(kappa - lse) * delta).neg_())
+        # an infinite sink is all there is, or nothing
+        weight = torch.exp(kappa - lse).masked_fill_(lse == kappa, 1).masked_fill_(lse == -math.inf, 0)
+        add_heads_(sums["dsink"], slab, group, block.sum_positions(weight * delta).neg_())
     return do, base2(lse), delta
 
 

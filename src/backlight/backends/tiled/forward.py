@@ -69,7 +69,8 @@ def _softmax_sweep(
         m = v.new_full((n, rows, 1), -math.inf, dtype=scores.dtype)
         l = torch.zeros_like(m)  # noqa: E741 - the letter of eq. 31
     else:
-        m = scores.block.repeat_positions(sink * LOG2E)
+        # kept finite, for what is subtracted from it; below it every other weight is 0
+        m = scores.block.repeat_positions(sink * LOG2E).clamp_(max=torch.finfo(scores.dtype).max)
         l = torch.ones_like(m)  # noqa: E741
     acc = v.new_zeros(n, rows, v.shape[-1] if with_output else 0, dtype=scores.dtype)
     for tile in block_tiles:
@@ -86,6 +87,8 @@ def _softmax_sweep(
             add_product_(acc_part, p.to(v.dtype), v[:, tile.j0 : tile.j1])
         m_old.copy_(m_new)
     lse = (m + torch.log2(l)) * LN2
+    if sink is not None:
+        lse.masked_fill_(scores.block.repeat_positions(sink) == math.inf, math.inf)
     return lse, acc.div_(l.masked_fill(l == 0, 1))
 
 

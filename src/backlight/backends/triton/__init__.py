@@ -75,6 +75,12 @@ class TritonBackend:
 
         return {kernel: config_of(kernel, call) for kernel in kernels_of(call)}
 
+    def table_in_use(self, device: torch.device) -> str:
+        """Where tile sizes on a device come from."""
+        from backlight.backends.triton.config import table_in_use
+
+        return table_in_use(device)
+
     def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         forward, _, replayed, _ = host()
         return forward(call, save_u) if interpreting() else replayed(forward, call, (), save_u, setting(call.q.dtype))

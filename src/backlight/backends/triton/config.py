@@ -1,7 +1,8 @@
-"""Tile sizes of the Triton kernels: the shipped table of a measured card, a heuristic elsewhere.
+"""Tile sizes of the Triton kernels: the shipped table of a measured card, a heuristic by shared memory elsewhere.
 
-Neither looks at lengths, so that a new length never makes a kernel compile again. The dbias kernel sums diagonals of tiles
-that are at least as wide as high: its block_m may not exceed its block_n.
+A table holds for its card and for others of the same architecture, where they have as much shared memory. Nothing here looks at
+lengths, so that a new length never makes a kernel compile again. The dbias kernel sums diagonals of tiles that are at least as
+wide as high: its block_m may not exceed its block_n.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from typing import Any
 
 import torch
 
+from backlight.backends.triton.device import KIB, Device, device_of
 from backlight.call import Call
 from backlight.config import resolve
 
 # rows and keys of one tile together: what padding of the bias table and tests of window edges count on
 WIDEST_TILES = 256
+# bytes of shared memory that the largest and the middle tiles of the heuristic need (docs/kernels.md lists what they take)
+LARGE, MIDDLE = 160 * KIB, 96 * KIB
+BLACKWELL = ("sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,11 @@ class KernelConfig:
 
 
 def config_of(kernel: str, call: Call) -> KernelConfig:
-    return resolve(f"triton.{kernel}", lambda: shipped(kernel, call) or heuristic(kernel, call))
+    return resolve(f"triton.{kernel}", lambda: chosen(kernel, call, device_of(call.q.device)))
+
+
+def chosen(kernel: str, call: Call, device: Device) -> KernelConfig:
+    return shipped(kernel, call, device) or heuristic(kernel, call, device)
 
 
 def padded(size: int) -> int:
@@ -86,19 +95,47 @@ def variant_of(call: Call) -> str:
     return "causal" if call.spec.masked else "full"
 
 
+@dataclass(frozen=True, slots=True)
+class Shipped:
+    """data/tuning/<folder>/triton.json: the card it was measured on, and the best of each kernel/width/variant."""
+
+    folder: str
+    device: Device
+    best: Mapping[str, KernelConfig]
+
+
 @cache
-def table_of(device: str) -> dict[str, KernelConfig]:
-    """best[kernel/width/variant] of data/tuning/<device>/triton.json; empty where no such card was measured."""
-    path = files("backlight") / "data" / "tuning" / device / "triton.json"
-    if not path.is_file():
-        return {}
-    return {key: KernelConfig(*value) for key, value in json.loads(path.read_text())["best"].items()}
+def tables() -> tuple[Shipped, ...]:
+    found = []
+    for folder in sorted((files("backlight") / "data" / "tuning").iterdir(), key=lambda folder: folder.name):
+        path = folder / "triton.json"
+        if path.is_file():
+            record = json.loads(path.read_text())
+            device = Device(record["device"], record["arch"], record["shared"])
+            best = {key: KernelConfig(*value) for key, value in record["best"].items()}
+            found.append(Shipped(folder.name, device, best))
+    return tuple(found)
 
 
-def shipped(kernel: str, call: Call) -> KernelConfig | None:
-    if call.q.device.type != "cuda" or call.q.dtype == torch.float32:
-        return None
-    return entry(table_of(torch.cuda.get_device_name(call.q.device).replace(" ", "-").lower()), kernel, call)
+@cache
+def table_for(device: Device) -> Shipped | None:
+    """Its own, else that of a card of its architecture; never one of a card with more shared memory."""
+    fitting = [x for x in tables() if x.device.arch == device.arch and x.device.shared <= device.shared]
+    return next((x for x in fitting if x.device.name == device.name), fitting[0] if fitting else None)
+
+
+def table_in_use(device: torch.device) -> str:
+    """Where the tile sizes of 16-bit calls on a device come from, in words."""
+    found = device_of(device)
+    table, room = table_for(found), f"{found.shared // KIB} KiB of shared memory"
+    if table is None:
+        return f"tiles for {room}, not measured on {found.arch}"
+    return f"tiles measured on {table.device.name}, {room}"
+
+
+def shipped(kernel: str, call: Call, device: Device) -> KernelConfig | None:
+    table = None if call.q.dtype == torch.float32 else table_for(device)
+    return None if table is None else entry(table.best, kernel, call)
 
 
 def entry(table: Mapping[str, KernelConfig], kernel: str, call: Call) -> KernelConfig | None:
@@ -108,18 +145,46 @@ def entry(table: Mapping[str, KernelConfig], kernel: str, call: Call) -> KernelC
     return own or table.get(f"{'forward' if kernel == 'lse' else kernel}/{width}/{plain}")
 
 
-def heuristic(kernel: str, call: Call) -> KernelConfig:
+def heuristic(kernel: str, call: Call, device: Device) -> KernelConfig:
+    """Tiles that fit into the device's shared memory."""
     width = width_of(call)
     if call.q.dtype == torch.float32:
-        if width <= 128:
-            return KernelConfig(32, 32, 4, 2 if width <= 64 else 1)
-        # products of fp32 are unrolled: with larger tiles or fewer warps they spill, and keep ptxas busy for most of a minute
-        tile = {"dkdv": (16, 32), "dbias": (16, 16)}.get(kernel, (32, 16))
-        return KernelConfig(*tile, num_warps=8, num_stages=1)
+        return _unrolled(kernel, width, device.arch)
+    return _wide(kernel, device.shared) if width > 128 else _usual(kernel, width, call, device.shared)
+
+
+def _unrolled(kernel: str, width: int, arch: str) -> KernelConfig:
+    """fp32."""
+    if width <= 64:
+        return KernelConfig(32, 32, 4, 2)
+    if width <= 128:
+        # ptxas for Blackwell unrolls further than the registers of four warps reach
+        return KernelConfig(32, 32, 8 if arch in BLACKWELL and kernel in ("dq", "dkdv") else 4, 1)
+    # products of fp32 are unrolled: with larger tiles or fewer warps they spill, and keep ptxas busy for most of a minute
+    tile = {"dkdv": (16, 32), "dbias": (16, 16)}.get(kernel, (32, 16))
+    return KernelConfig(*tile, num_warps=8, num_stages=1)
+
+
+def _wide(kernel: str, shared: int) -> KernelConfig:
+    """16 bits, heads wider than 128."""
     if kernel in ("forward", "lse"):
-        return KernelConfig(64, 64, 4, 2) if width > 128 else KernelConfig(128, 64, 8, 3)
+        return KernelConfig(64, 64, 4, 2) if shared >= LARGE else KernelConfig(64, 32, 8 if shared >= MIDDLE else 4, 2)
     if kernel == "elastic":
-        return KernelConfig(64, 64, 8 if width > 128 else 4, 2, tma=True)
-    if width > 128:
-        return KernelConfig(32, 64, 8, 1)
-    return KernelConfig(64, 64, 4, 2)
+        return KernelConfig(64, 64 if shared >= LARGE else 32, 8, 2, tma=True)
+    return KernelConfig(32, 32 if shared < MIDDLE and kernel in ("dq", "dbias") else 64, 8, 1)
+
+
+def _usual(kernel: str, width: int, call: Call, shared: int) -> KernelConfig:
+    """16 bits, heads up to 128. tau, softcap and columns beyond a head keep a tile more in registers: smaller tiles, or more
+    warps."""
+    if kernel in ("forward", "lse"):
+        return KernelConfig(128, 64, 8, 3 if width <= 64 or shared >= LARGE else 2)
+    if kernel == "elastic":
+        return KernelConfig(64, 64, 4, 2, tma=True)
+    heads = call.q.shape[-1], call.v.shape[-1]
+    heavy = call.tau is not None or call.spec.softcap is not None or any(padded(d) != d for d in heads)
+    if heavy and kernel == "dkdv" and (width <= 64 or shared < MIDDLE):
+        return KernelConfig(32, 64, 4, 2) if shared >= MIDDLE else KernelConfig(32, 64, 8, 1)
+    if shared >= MIDDLE:
+        return KernelConfig(64, 64, 8 if heavy and (width > 64 or kernel == "dbias") else 4, 2)
+    return KernelConfig(64, 64, 8, 1) if kernel == "dbias" and width > 64 else KernelConfig(64, 64, 4, 2)

@@ -8,9 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from backlight.backends.triton.config import padded
 from backlight.backends.triton.launch import Launch, compact, rows_of
 from backlight.backends.triton.loads import at, load_tile, row_state, store_tile
 from backlight.backends.triton.primitives import LOG2E, segment_of, visible_count
+from backlight.call import Call
 
 # no row tile of any kernel is higher
 BLOCK = 128
@@ -79,12 +81,21 @@ def _delta_kernel(
         dlse = tl.load(dlse_ptr + given + lanes, mask=exists, other=0.0).to(tl.float32)
         delta -= tl.where(sees_nothing, 0.0, dlse)
     if V.SINK:
-        p_sink = tl.exp2((tl.load(sink_ptr + h).to(tl.float32) - lse) * LOG2E)
+        sink = tl.load(sink_ptr + h).to(tl.float32)
+        # an infinite sink is all there is, or nothing
+        p_sink = tl.where(lse == sink, 1.0, tl.exp2((sink - lse) * LOG2E))
+        p_sink = tl.where(sees_nothing | ~exists, 0.0, p_sink)
         dsink = tl.sum(p_sink * -delta, 0)
         tl.store(dsink_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), dsink)
     tl.store(delta_ptr + offset + lanes, tl.where(exists, delta, 0.0), mask=in_buffer)
     minus_lse2 = tl.where(exists & (lse != float("-inf")), -lse * LOG2E, float("-inf"))
     tl.store(minus_lse2_ptr + offset + lanes, minus_lse2, mask=in_buffer)
+
+
+def warps_of(call: Call) -> int:
+    """Four tensors of wide rows at a time fill the registers of eight warps."""
+    wide = padded(call.v.shape[-1]) > 128
+    return 16 if wide and (call.gate is not None or call.tau is not None) else 8
 
 
 def prepare_rows(
@@ -125,7 +136,7 @@ def prepare_rows(
             V=launch.variant,
             HAS_DLSE=dlse is not None,
             BM=BLOCK,
-            num_warps=8,
+            num_warps=warps_of(call),
             enable_fp_fusion=True,
         )
     if call.tau is not None:

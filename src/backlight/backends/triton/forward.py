@@ -20,6 +20,7 @@ from backlight.call import Call
 # multiplied by values of 2^10, does not overflow
 LARGEST_LOGIT = 80.0
 LOWEST_REFERENCE = tl.constexpr(-16.0)
+LARGEST = tl.constexpr(3.0e38)
 
 
 @triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
@@ -38,7 +39,9 @@ def _fwd_kernel(
     row_max = tl.full([BM], 0.0 if BOUNDED else float("-inf"), tl.float32)
     row_sum = tl.zeros([BM], tl.float32)
     if V.SINK:
-        row_max = tl.zeros([BM], tl.float32) + tl.load(sink_ptr + block.h).to(tl.float32) * LOG2E / unit
+        sink = tl.load(sink_ptr + block.h).to(tl.float32)
+        # kept finite, for what is subtracted from it; below it every other weight is 0
+        row_max = tl.zeros([BM], tl.float32) + tl.minimum(sink * LOG2E / unit, LARGEST)
         row_sum = tl.full([BM], 1.0, tl.float32)
     BDV: tl.constexpr = V.BDV
     o = tl.zeros([BM, BDV], tl.float32)
@@ -83,6 +86,8 @@ def _fwd_kernel(
     if not BOUNDED:
         row_max *= unit
     lse2 = row_max + tl.log2(row_sum)
+    if V.SINK:
+        lse2 = tl.where(sink == float("inf"), sink, lse2)
     lse_ptr += tl.cast(block.b * geometry.heads + block.h, tl.int64) * sq + block.row
     tl.store(lse_ptr + tl.arange(0, BM), lse2 * LN2, mask=tl.arange(0, BM) < block.n_rows)
     if not LSE_ONLY:

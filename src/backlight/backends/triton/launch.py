@@ -47,6 +47,7 @@ class Launch:
         self.gate = self.q if call.gate is None else self.readable(call.gate)
         self.sink, self.tau = (self.q if x is None else compact(x) for x in (call.sink, call.tau))
         self._first_tiles: dict[tuple[int, int], Tensor] = {}
+        self._borders: dict[int, Tensor] = {}
 
     def start(self, kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
         """`kernel[grid](*args, **named)`: a launch that can be made again (docs/host.md)."""
@@ -155,18 +156,31 @@ class Launch:
         lengths = (self.geometry, call.q.shape[2], call.k.shape[2])
         if cu_seqlens is None:
             return (Packing(self.q, self.q, self.q, n), *lengths, 0)
+        assert call.cu_seqlens_q is not None
+        assert call.cu_seqlens_k is not None
         first = self.first_tiles(cu_seqlens, block)
-        return (Packing(call.cu_seqlens_q, call.cu_seqlens_k, first, n), *lengths, cu_seqlens.shape[0] - 1)
+        cu_q, cu_k = (self.borders(cu, block) for cu in (call.cu_seqlens_q, call.cu_seqlens_k))
+        return (Packing(cu_q, cu_k, first, n), *lengths, cu_seqlens.shape[0] - 1)
 
     def first_tiles(self, cu_seqlens: Tensor, block: int) -> Tensor:
         """Tiles of one head before each packed sequence, and in all: [Z + 1] int32."""
         key = (id(cu_seqlens), block)
         if key not in self._first_tiles:
             first = torch.empty(cu_seqlens.shape, dtype=torch.int32, device=cu_seqlens.device)
-            args = (cu_seqlens, first, cu_seqlens.shape[0] - 1, block)
+            borders = self._borders.get(id(cu_seqlens))
+            if borders is None:
+                borders = self._borders[id(cu_seqlens)] = torch.empty_like(first)
+            length = (self.call.q if cu_seqlens is self.call.cu_seqlens_q else self.call.k).shape[2]
+            args = (cu_seqlens, first, borders, length, cu_seqlens.shape[0] - 1, block)
             self.start(small._first_tiles_kernel, (1,), *args, BLOCK=small.BLOCK, num_warps=4, enable_fp_fusion=True)
             self._first_tiles[key] = first
         return self._first_tiles[key]
+
+    def borders(self, cu_seqlens: Tensor, block: int) -> Tensor:
+        """cu_seqlens as kernels follow them (`_first_tiles_kernel`); they come with the first tiles, of whatever block."""
+        if id(cu_seqlens) not in self._borders:
+            self.first_tiles(cu_seqlens, block)
+        return self._borders[id(cu_seqlens)]
 
     def head_sums(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
         """[Hq] sums of parts [B, Hq, tiles]."""

@@ -1,0 +1,113 @@
+"""Numbers at the end of their range mean what the limit means: a window beyond every key, a sink of +inf or -inf."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+import backlight
+from backlight.call import Call
+from backlight.reference import oracle
+from backlight.spec import BEYOND, AttentionSpec
+
+SQ, SK = 12, 7
+BIG = (BEYOND, 2**31 - 1, 2**31, 2**32, 2**40 + 3, sys.maxsize, 2**63, 2**80)
+
+
+def tensors(sq: int = SQ, sk: int = SK) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {name: torch.randn(1, 2, n, 8, requires_grad=True) for name, n in (("q", sq), ("k", sk), ("v", sk))}
+
+
+@pytest.mark.parametrize("big", BIG)
+def test_a_side_beyond_every_key_is_unbounded(big: int) -> None:
+    unbounded = AttentionSpec(window=(None, 3))
+    for spec, wanted in (
+        (AttentionSpec(window=(big, 3)), unbounded),
+        (AttentionSpec(window=(2, big)), AttentionSpec(window=(2, None))),
+        (AttentionSpec(window=(big, big)), AttentionSpec()),
+        (AttentionSpec(window=(big, big), causal=True), AttentionSpec(causal=True)),
+    ):
+        for sq, sk in ((SQ, SK), (SK, SQ)):
+            assert torch.equal(spec.visible_counts(sq, sk), wanted.visible_counts(sq, sk))
+            assert torch.equal(spec.allowed(sq, sk), wanted.allowed(sq, sk))
+    assert AttentionSpec(window=(BEYOND - 1, 3)).window == (BEYOND - 1, 3)
+
+
+@pytest.mark.parametrize("big", BIG)
+@pytest.mark.parametrize("observed", [False, True])
+def test_the_call_with_such_a_window(big: int, observed: bool) -> None:
+    tau = torch.tensor([-0.5, 0.3])
+
+    def run(window: tuple[int | None, int | None]) -> list[Tensor]:
+        x = tensors()
+        # under a profiler a call goes through the operator, whose numbers have 64 bits
+        with torch.profiler.profile() if observed else torch.enable_grad():
+            y = backlight.attention(**x, window=window, tau=tau, backend="tiled")
+        return [y, *torch.autograd.grad(y.sum(), tuple(x.values()))]
+
+    assert all(map(torch.equal, run((big, big)), run((None, None))))
+    assert all(map(torch.equal, run((big, 1)), run((None, 1))))
+
+
+@pytest.mark.parametrize("big", [*BIG, *(-x for x in BIG)])
+def test_a_table_beyond_every_distance_is_never_met(big: int) -> None:
+    x, bias = tensors(), torch.randn(2, 5, requires_grad=True)
+    y = backlight.attention(**x, bias=bias, bias_origin=big)
+    assert torch.equal(y, backlight.attention(**x))
+    (dbias,) = torch.autograd.grad(y.sum(), bias)
+    assert torch.equal(dbias, torch.zeros_like(bias))
+
+
+@pytest.mark.parametrize("tau", [None, (0.4, -0.7)], ids=["softmax", "elastic"])
+def test_a_sink_of_plus_infinity_takes_everything(tau: tuple[float, float] | None) -> None:
+    """p = 0, p0 = 1 and lse = +inf: o is 0 but for what tau adds, and only dlse reaches the sink (eq. 9 to 12, 23)."""
+    x, sink = tensors(), torch.tensor([math.inf, math.inf], requires_grad=True)
+    elastic = {} if tau is None else {"tau": torch.tensor(tau)}
+    y, lse = backlight.attention(**x, sink=sink, causal=True, return_lse=True, **elastic)
+    assert (lse == math.inf).all()
+    counts = AttentionSpec(causal=True).visible_counts(SQ, SK)
+    if tau is None:
+        assert (y == 0).all()
+    else:
+        # tau * mean over visible values where tau > 0, nothing survives where it is negative
+        means = torch.stack([x["v"][0, 0, : max(n, 1)].mean(0) * (n > 0) for n in counts.tolist()])
+        torch.testing.assert_close(y[0, 0], 0.4 * means)
+        assert (y[0, 1] == 0).all()
+    dlse = torch.randn(lse.shape)
+    dq, dk, _, dsink = torch.autograd.grad((y, lse), (*x.values(), sink), (torch.randn(y.shape), dlse))
+    assert (dq == 0).all()
+    assert (dk == 0).all()
+    torch.testing.assert_close(dsink, dlse.sum(dim=(0, 2)))
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    """Also in rows that see nothing: their lse is -inf again, and dlse is ignored."""
+    x, sink = tensors(), torch.full((2,), -math.inf, requires_grad=True)
+    y, lse = backlight.attention(**x, sink=sink, causal=True, return_lse=True)
+    plain, plain_lse = backlight.attention(**x, causal=True, return_lse=True)
+    assert torch.equal(y, plain)
+    assert torch.equal(lse, plain_lse)
+    assert (lse == -math.inf).any()
+    incoming = torch.randn(y.shape), torch.randn(lse.shape)
+    *grads, dsink = torch.autograd.grad((y, lse), (*x.values(), sink), incoming)
+    assert all(map(torch.equal, grads, torch.autograd.grad((plain, plain_lse), tuple(x.values()), incoming)))
+    assert torch.equal(dsink, torch.zeros(2))
+
+
+def test_the_oracle_knows_both() -> None:
+    x = {name: value.detach().double() for name, value in tensors().items()}
+    sink = torch.tensor([math.inf, -math.inf], dtype=torch.float64)
+    call = Call(AttentionSpec(causal=True, sink=True), *x.values(), sink=sink)
+    dy, dlse = torch.randn(1, 2, SQ, 8).double(), torch.randn(1, 2, SQ).double()
+    trace = oracle(call, dy, dlse)
+    assert not any(value.isnan().any() for value in trace.values())
+    assert (trace.p_sink[0, 0] == 1).all()
+    assert (trace.p_sink[0, 1] == 0).all()
+    torch.testing.assert_close(trace.dsink, torch.stack([dlse[0, 0].sum(), dlse.new_zeros(())]))
+    plain = oracle(Call(AttentionSpec(causal=True), *(value[:, 1:] for value in x.values())), dy[:, 1:], dlse[:, 1:])
+    assert torch.equal(trace.dq[:, 1:], plain.dq)
