@@ -11,20 +11,25 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 # who may import whom, by the longest matching prefix; a package may always import itself
 MAY_IMPORT: dict[str, set[str]] = {
+    # the one door to names that torch and Triton keep to themselves
+    "_private": set(),
     "spec": set(),
     "errors": set(),
     "config": set(),
     "call": {"spec"},
-    "binding": {"spec", "call"},
+    "binding": {"_private", "spec", "call"},
     "reference": {"spec", "call"},
     "cases": {"spec", "call", "reference"},
     "backends": set(),
     # no backend: what those that start Triton kernels share
-    "backends.replaying": {"spec", "call", "config"},
-    "backends.*": {"spec", "call", "config", "errors", "backends.replaying"},
+    "backends.replaying": {"_private", "spec", "call", "config"},
+    "backends.*": {"_private", "spec", "call", "config", "errors", "backends.replaying"},
     "registry": {"spec", "call", "errors"},
     "batching": set(),
-    "ops": {"spec", "call", "registry", "batching"},
+    "derivatives": set(),
+    "functional": {"batching", "derivatives"},
+    "in_graph": {"functional"},
+    "ops": {"_private", "spec", "call", "registry", "batching", "derivatives", "functional", "in_graph"},
     "api": {"spec", "call", "binding", "errors", "registry", "ops"},
     "survivors": {"spec", "call", "ops", "api"},
     "": {"spec", "errors", "api", "survivors"},
@@ -32,12 +37,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compat": {"spec", "api", ""},
     "integrations": {"spec", "api", ""},
     # blocks of a sharded call go to a backend each: it looks one up, as ops does
-    "distributed": {"spec", "call", "errors", "registry", "api", ""},
-    "doctor": {"spec", "call", "reference"},
+    "distributed": {"spec", "call", "derivatives", "errors", "registry", "api", ""},
+    "doctor": {"_private", "spec", "call", "reference"},
     # the command line is where names become subjects: it may look backends up
     "doctor.command": {"spec", "call", "reference", "registry", "doctor", ""},
-    "info": {"registry", ""},
-    "bench": {"spec", "call", "errors", "config", "cases", "reference", "registry", "doctor", "info", ""},
+    "info": {"_private", "registry", ""},
+    "bench": {"_private", "spec", "call", "errors", "config", "cases", "reference", "registry", "doctor", "info", ""},
     "demo": {"spec", "call", "reference", "doctor", "bench", "info", "nn", ""},
     "__main__": {"cli"},
     "cli": {"demo", "doctor", "bench", "info", ""},

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backlight._private.torch import any_autocast
 from backlight.call import DTYPES, Call, Memory, layout_of
 from backlight.spec import AttentionSpec
 
@@ -91,10 +92,6 @@ Tensors = tuple[Tensor | None, ...]
 _bound: Memory[tuple[AttentionSpec, bool, tuple[Any, ...], dict[Any, Any]]] = Memory()
 
 
-# quicker than the question about one type of device
-_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-
-
 def kind_of(tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """All that checks look at, hashable: calls of one kind are all right or all wrong. None where something has no layout.
 
@@ -103,7 +100,8 @@ def kind_of(tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...] | Non
     q, k, v, *_, cu_q, cu_k = tensors
     if q is None:
         return None
-    if _any_autocast() and torch.is_autocast_enabled(q.device.type):
+    # quicker than the question about one type of device
+    if any_autocast() and torch.is_autocast_enabled(q.device.type):
         options = (*options, torch.get_autocast_dtype(q.device.type))
     try:
         layouts = [None if x is None else (*layout_of(x), x.device) for x in tensors]
