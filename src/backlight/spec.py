@@ -25,6 +25,7 @@ position; `None` leaves a side unbounded. Causal is the same as `right = min(rig
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -36,6 +37,7 @@ from torch import Tensor
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
+LARGEST = sys.float_info.max
 
 Index = TypeVar("Index", int, Tensor)
 
@@ -78,7 +80,8 @@ class AttentionSpec:
                 raise ValueError(f"window {side} must be >= 0 or None for unbounded, got {reach}")
         for name in ("scale", "softcap"):
             value = getattr(self, name)
-            if value is not None and not math.isfinite(value):
+            # compilers follow comparisons of a number that differs from call to call, but not `math.isfinite`
+            if value is not None and not -LARGEST <= value <= LARGEST:
                 raise ValueError(f"{name} must be finite, got {value}")
         if self.softcap is not None and self.softcap <= 0:
             raise ValueError(f"softcap must be > 0 or None, got {self.softcap}")

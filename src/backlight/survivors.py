@@ -54,7 +54,7 @@ def statistics(
 
     tile: rows and keys of the tiles that `live_tiles` counts; they start at the first row and key of a sequence.
     """
-    if not (len(tile) == 2 and all(isinstance(size, int) and size > 0 for size in tile)):
+    if not (isinstance(tile, (tuple, list)) and len(tile) == 2 and all(isinstance(size, int) and size > 0 for size in tile)):
         raise ValueError(f"tile must be two positive sizes (rows, keys), got {tile!r}")
     call = call_of(q, k, v, cu_seqlens_q, cu_seqlens_k, backend=backend, **options)
     _, lse = ops.attention(call, backend)
