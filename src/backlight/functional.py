@@ -15,13 +15,16 @@ from backlight import batching
 from backlight.derivatives import refuse_second, refuse_tangent
 
 N_TENSORS, N_SCALARS, N_GRADIENTS = 9, 8, 7
+TAU = batching.TENSORS.index("tau")
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     """What the backward needs: inputs are tensors, scalars, save_u."""
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(*inputs[:N_TENSORS], *output)
+    y, lse, u = output
+    # as many as the direct path saves: checkpoints may recompute by one what ran by the other
+    ctx.save_for_backward(*inputs[:N_TENSORS], y, lse, None if inputs[TAU] is None else u)
     ctx.scalars, ctx.saves_u = inputs[N_TENSORS : N_TENSORS + N_SCALARS], inputs[-1]
 
 
@@ -70,8 +73,10 @@ def gradients(ctx: Any, dy: Tensor | None, dlse: Tensor | None, run: Any) -> tup
         return none
     *tensors, y, lse, u = ctx.saved_tensors
     needs = ctx.needs_input_grad[:N_GRADIENTS]
-    has_tau = tensors[5] is not None
-    if has_tau and not ctx.saves_u:
+    if tensors[TAU] is None:
+        # a tensor without the axes of transforms
+        u = torch.empty(0, dtype=y.dtype, device=y.device)
+    elif not ctx.saves_u:
         u = torch.ops.backlight.attention(*tensors, *ctx.scalars, True)[2]
     found = run(*tensors, *ctx.scalars, y, lse, u, torch.zeros_like(y) if dy is None else dy, dlse, list(needs))
     used = [grad if need else None for grad, need in zip(found, needs, strict=True)]

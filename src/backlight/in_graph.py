@@ -1,6 +1,6 @@
-"""`functional.attention` as one node of a compiler's graph, which is followed below it; imported when a compiler asks for it.
+"""`functional.attention` and compilers; imported at need, because compilers are large.
 
-The compiler understands torch.func, and autograd functions, but not one inside the other.
+They understand torch.func, and autograd functions, but not one inside the other.
 """
 
 from __future__ import annotations
@@ -9,4 +9,7 @@ import torch
 
 from backlight import functional
 
+# one node of a compiler's graph, which is followed below it
 attention = torch.compiler.allow_in_graph(functional.attention)
+# for transforms around a compiled function, of which compilers see single frames
+attention_outside = torch.compiler.disable(functional.attention)

@@ -31,7 +31,7 @@ from backlight._private.torch import (
     transforms_active,
 )
 from backlight.call import Call, layout_of
-from backlight.derivatives import refuse_second
+from backlight.derivatives import NO_TANGENT, refuse_second
 from backlight.spec import AttentionSpec
 
 TENSORS = (
@@ -216,9 +216,10 @@ torch.library.register_autograd("backlight::attention_backward", refuse_second, 
 
 
 def transformed() -> bool:
-    """Whether torch.func or forward mode is at work, or may be: operators are followed through one level of it alone."""
-    if torch.compiler.is_compiling():
-        return bool(transforms_active())
+    """Whether torch.func or forward mode is at work, or may be: operators are followed through one level of it alone.
+
+    Without a look at `is_compiling`: where a graph breaks, compilers take this function by itself, and say yes in it.
+    """
     # what traces holds operators
     return bool(transforms_active() or forward_mode._current_level >= 0) and not tracing()
 
@@ -314,17 +315,18 @@ def attention(call: Call, backend: str | None) -> tuple[Tensor, Tensor]:
     if unobserved((*_inputs(call), call.cu_seqlens_q, call.cu_seqlens_k)):
         return attention_unobserved(call, backend, True)  # type: ignore[return-value]
     args = pack(call, backend)
-    if not transformed():
-        # u is needed by the backward alone
-        wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in _inputs(call))
-        saves_u = call.tau is not None and wanted
-        y, lse, _ = torch.ops.backlight.attention(*args, saves_u)
-    elif torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if transforms_active() if compiling else transformed():
         from backlight import in_graph
 
-        y, lse, _ = in_graph.attention(*args)
+        y, lse, _ = (in_graph.attention if compiling else in_graph.attention_outside)(*args)
+    elif compiling and forward_mode._current_level >= 0:
+        # a tangent is not followed through a graph; where there may be breaks in it, there may also be no tangent
+        raise NotImplementedError(NO_TANGENT)
     else:
-        y, lse, _ = functional.attention(*args)
+        # u is needed by the backward alone
+        wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in _inputs(call))
+        y, lse, _ = torch.ops.backlight.attention(*args, call.tau is not None and wanted)
     return y, lse
 
 
