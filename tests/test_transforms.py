@@ -415,7 +415,7 @@ def test_compiled_refusals(transform: str) -> None:
     entry, x = ENTRIES["attention, q"], draw(B, H, S, D, seed=7)
     inside = torch.compile(lambda x: REFUSED[transform](entry.ours, x), fullgraph=True, backend="aot_eager")
     # the compiler puts its own words around ours
-    with pytest.raises(Exception, match="backlight.attention has no (second|forward-mode) derivative"):
+    with pytest.raises(Exception, match=r"backlight\.attention has no (second|forward-mode) derivative"):
         inside(x)
 
 
@@ -428,6 +428,6 @@ def test_refusals_around_compiled_functions(transform: str, warm: bool) -> None:
     if warm:
         compiled(x)
     with pytest.raises(
-        RuntimeError, match="has no (second|forward-mode) derivative|does not currently support double backward"
+        RuntimeError, match=r"has no (second|forward-mode) derivative|does not currently support double backward"
     ):
         REFUSED[transform](compiled, x)
