@@ -36,13 +36,13 @@ def memory_operations(work: Callable[[], Any]) -> Counter[str]:
     return found
 
 
-def functions_entered(work: Callable[[], Any], but: str = "") -> Counter[str]:
-    """Python functions of the package, except those of one file."""
+def functions_entered(work: Callable[[], Any], but: tuple[str, ...] = ()) -> Counter[str]:
+    """Python functions of the package, except those of some files."""
     found: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         path = Path(frame.f_code.co_filename)
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE) and path.name != but:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE) and path.name not in but:
             found[f"{path.name}:{frame.f_code.co_name}"] += 1
 
     sys.setprofile(note)

@@ -167,6 +167,39 @@ def test_packed_lengths_do_not_recompile() -> None:
         step([30, 1, 8, 8, 2])
 
 
+@pytest.mark.parametrize("option", ["scale", "softcap"])
+def test_numbers_that_differ_from_call_to_call(option: str) -> None:
+    """The second value makes the compiler try one graph for all of them: a symbol stands there in every check."""
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(q: Tensor, number: float) -> Tensor:
+        return backlight.attention(q, q, q, causal=True, **{option: number})
+
+    q = torch.randn(1, 2, 9, 4, requires_grad=True)
+    for number in (0.5, 0.75, 2.0):
+        (found,) = torch.autograd.grad(attend(q, number).square().sum(), q)
+        (wanted,) = torch.autograd.grad(backlight.attention(q, q, q, causal=True, **{option: number}).square().sum(), q)
+        torch.testing.assert_close(found, wanted)
+    for number in (float("nan"), float("inf")):
+        with pytest.raises(Exception, match=f"{option} must be finite, got {number}"):
+            attend(q, number)
+
+
+def test_layers_with_scales_of_their_own() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self, scale: float):
+            super().__init__()
+            self.scale = scale
+
+        def forward(self, q: Tensor) -> Tensor:
+            return backlight.attention(q, q, q, scale=self.scale)
+
+    q = torch.randn(1, 2, 9, 4)
+    for scale in (0.5, 0.25, 0.75):
+        layer = Layer(scale)
+        torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(q), layer(q))
+
+
 def test_compiled_error_is_still_a_sentence() -> None:
     @torch.compile(fullgraph=True, backend="aot_eager")
     def attend(q: Tensor, k: Tensor) -> Tensor:

@@ -210,7 +210,7 @@ def test_second_derivatives_are_refused(through_operators: bool) -> None:
     q, k, v = qkv()
     with Seen() if through_operators else nullcontext():
         (dq,) = torch.autograd.grad(backlight.attention(q, k, v).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(NotImplementedError, match="no second derivative"):
         dq.sum().backward()
 
 
@@ -238,7 +238,7 @@ def test_kernels_start_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPa
         def backward(self, *args: Any) -> Any:
             ran.append(("backward", current[0]))
 
-    monkeypatch.setattr(ops, "_current_device", lambda: current[0])
+    monkeypatch.setattr(ops, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", OnDevice)
     monkeypatch.setattr(registry, "choose", lambda call, name: Backend())
     for index in (0, 1):
@@ -302,5 +302,5 @@ def test_packed_tensors_under_autocast_get_their_gradients() -> None:
 def test_packed_tensors_have_no_second_derivative() -> None:
     qkv, cu = packed()
     (dq,) = torch.autograd.grad(backlight.attention_varlen(*qkv, cu).square().sum(), qkv[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(NotImplementedError, match="no second derivative"):
         dq.sum().backward()

@@ -21,6 +21,7 @@ from backlight.binding import (
     check_ranks,
     kind_of,
     make_spec,
+    plain,
     recall,
     remember,
 )
@@ -274,6 +275,7 @@ def _bind(
 ) -> Call:
     check_ranks({"q": q, "k": k, "v": v}, 4, "[B, H, S, D]")
     spec = make_spec(gate=gate, **options)
+    deterministic = plain(deterministic)
     if not (deterministic is None or isinstance(deterministic, bool)):
         raise TypeError(f"deterministic must be a bool or None, got {deterministic!r}")
     if deterministic is None:

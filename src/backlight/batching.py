@@ -6,9 +6,9 @@ h becomes head v * H + h, and grouped heads keep their groups.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -45,18 +45,19 @@ def unfold(x: Tensor, heads: int, size: int) -> tuple[Tensor, int | None]:
     return (x.unflatten(heads, (size, -1)), heads) if x.dim() > heads and x.numel() else (x, None)
 
 
-def attention(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    size, count = info.batch_size, len(TENSORS)
+def attention(run: Callable[..., Any], size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """`size` forwards in one: results and where their new axes are; `run` takes the folded arguments."""
+    count = len(TENSORS)
     folded = [fold(*entry, size) for entry in zip(TENSORS, args[:count], in_dims[:count], strict=True)]
-    found = [unfold(x, 1, size) for x in torch.ops.backlight.attention(*folded, *args[count:])]
+    found = [unfold(x, 1, size) for x in run(*folded, *args[count:])]
     return tuple(x for x, _ in found), tuple(axis for _, axis in found)
 
 
-def attention_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    size, count = info.batch_size, len(TENSORS)
+def attention_backward(run: Callable[..., Any], size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
+    count = len(TENSORS)
     first = len(args) - 1 - len(SAVED)
     folded = [fold(*entry, size) for entry in zip(TENSORS, args[:count], in_dims[:count], strict=True)]
     saved = [fold(*entry, size) for entry in zip(SAVED, args[first:-1], in_dims[first:-1], strict=True)]
-    grads = torch.ops.backlight.attention_backward(*folded, *args[count:first], *saved, args[-1])
+    grads = run(*folded, *args[count:first], *saved, args[-1])
     found = [unfold(x, HEADS[name], size) for name, x in zip(GRADIENTS_OF, grads, strict=True)]
     return tuple(x for x, _ in found), tuple(axis for _, axis in found)

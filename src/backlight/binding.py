@@ -6,15 +6,17 @@ A message names the argument, what came and what was expected. Values of cu_seql
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from backlight._private.torch import any_autocast
 from backlight.arguments import shown
 from backlight.call import DTYPES, Call, Memory, layout_of
-from backlight.spec import AttentionSpec
+from backlight.spec import LARGEST, AttentionSpec
 
 Window = tuple[int | None, int | None]
 
@@ -32,6 +34,7 @@ def make_spec(
     gate: Tensor | None = None,
 ) -> AttentionSpec:
     left, right = _sides(window)
+    causal, left, right, scale, softcap, bias_origin = map(plain, (causal, left, right, scale, softcap, bias_origin))
     options = (causal, left, right, scale, softcap, bias_origin, bias is not None, sink is not None, tau is not None)
     if torch.compiler.is_compiling():
         return _new_spec(*options, gate is not None)
@@ -40,6 +43,14 @@ def make_spec(
     except TypeError:
         # also raised for what cannot be hashed: the sentence for that is in `_new_spec`
         return _new_spec(*options, gate is not None)
+
+
+def plain(option: Any) -> Any:
+    """A number or bool of NumPy as Python's own; everything else as it is."""
+    if option is None or isinstance(option, (bool, int, float)):
+        return option
+    numpy = sys.modules.get("numpy")
+    return option.item() if numpy is not None and isinstance(option, numpy.generic) else option
 
 
 def _sides(window: Any) -> tuple[Any, Any]:
@@ -67,6 +78,8 @@ def _new_spec(
     for name, number in (("scale", scale), ("softcap", softcap)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float))):
             raise TypeError(f"{name} must be a number or None, got {type(number).__name__}")
+        if isinstance(number, int) and not -LARGEST <= number <= LARGEST:
+            raise ValueError(f"{name} must be finite as a float, got an int of {number.bit_length()} bits")
     return AttentionSpec(
         causal=causal,
         window=(left, right),
@@ -92,10 +105,6 @@ Tensors = tuple[Tensor | None, ...]
 _bound: Memory[tuple[AttentionSpec, bool, tuple[Any, ...], dict[Any, Any]]] = Memory()
 
 
-# quicker than the question about one type of device
-_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-
-
 def kind_of(tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """All that checks look at, hashable: calls of one kind are all right or all wrong. None where something has no layout.
 
@@ -104,7 +113,8 @@ def kind_of(tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...] | Non
     q, k, v, *_, cu_q, cu_k = tensors
     if q is None:
         return None
-    if _any_autocast() and torch.is_autocast_enabled(q.device.type):
+    # quicker than the question about one type of device
+    if any_autocast() and torch.is_autocast_enabled(q.device.type):
         options = (*options, torch.get_autocast_dtype(q.device.type))
     try:
         layouts = [None if x is None else (*layout_of(x), x.device) for x in tensors]

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from backlight._private.torch import current_graph_task
 from backlight.arguments import shown
 from backlight.call import Call
 
@@ -38,8 +39,6 @@ class Context(Protocol):
 # thread -> its blocks, the innermost last; threads without a block have no entry, so that nothing is looked up without one
 blocks: dict[int, list[Context]] = {}
 _lock = threading.Lock()
-# of the backward that runs in this thread, -1 outside of one
-_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
 @contextmanager
@@ -91,4 +90,4 @@ _look_up: Callable[[], Context | None] = _of_this_thread
 
 def _in_a_thread_of_autograd() -> bool:
     """Threads of the engine were not started by Python, which knows them by a stand-in."""
-    return isinstance(threading.current_thread(), threading._DummyThread) and _graph_task() != -1
+    return isinstance(threading.current_thread(), threading._DummyThread) and current_graph_task() != -1

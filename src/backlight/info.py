@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from backlight import __version__, registry
+from backlight._private import torch as private_torch
 
 NOT_INSTALLED = "not installed"
 
@@ -65,8 +67,20 @@ def devices() -> Iterator[tuple[str, str]]:
         yield "mps", "Apple Metal"
 
 
+def slower() -> dict[str, str]:
+    """Names that torch or Triton no longer has, and what is slower here without them."""
+    gpu = torch.cuda.is_available()
+    private_torch.compiler_settings()
+    found = private_torch.NAMES.slower(gpu)
+    if importlib.util.find_spec("triton") is not None:
+        from backlight._private import triton as private_triton
+
+        found |= private_triton.slower(gpu)
+    return found
+
+
 def show(console: Console) -> None:
-    """Print versions, devices and backends."""
+    """Print versions, devices, backends, and what is slower than it could be."""
     machine = Table(title="This machine", title_justify="left", show_header=False)
     machine.add_column(style="bold")
     machine.add_column()
@@ -88,3 +102,11 @@ def show(console: Console) -> None:
         here = "[green]available[/]" if not reasons else "[yellow]" + "\n".join(reasons) + "[/]"
         backends.add_row(name, backend.summary, here)
     console.print(backends)
+
+    if missing := slower():
+        table = Table(title="Slower here: names that these versions of torch and Triton lack", title_justify="left")
+        for heading in ("name", "without it"):
+            table.add_column(heading, overflow="fold")
+        for name, without in missing.items():
+            table.add_row(name, without)
+        console.print(table)

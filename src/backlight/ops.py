@@ -16,20 +16,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import (
-    _are_functorch_transforms_active,
-    _get_tracing_state,
-    _len_torch_dispatch_stack,
-    _len_torch_function_stack,
-)
-from torch._C._autograd import _profiler_enabled
-from torch._C._functorch import TransformType, get_interpreter_stack, is_functorch_wrapped_tensor, is_legacy_batchedtensor
-from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
-from backlight import batching, registry
+from backlight import batching, functional, registry
+from backlight._private.torch import (
+    apply_of,
+    current_device,
+    dispatch_modes,
+    forward_mode,
+    function_modes,
+    is_batched,
+    is_wrapped,
+    profiling,
+    tracing,
+    transforms_active,
+)
 from backlight.call import Call, layout_of
+from backlight.derivatives import NO_TANGENT, refuse_second
 from backlight.spec import AttentionSpec
 
 TENSORS = (
@@ -47,8 +49,6 @@ _library.define(
     f"attention_backward({TENSORS}, {SCALARS}, Tensor y, Tensor lse, Tensor u, Tensor dy, Tensor? dlse, bool[] needs)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-
-N_TENSORS, N_SCALARS = 9, 8
 
 
 def pack(call: Call, backend: str | None) -> tuple[Any, ...]:
@@ -133,13 +133,9 @@ def _learn(backend: Any, call: Call, tensors: tuple[Any, ...], choice: Any, key:
             call.shared[key] = again
 
 
-# `torch.cuda.current_device` without its check that CUDA is there: a tensor is
-_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-
-
 def _elsewhere(tensor: Tensor) -> bool:
     """On a GPU that is not the current one: kernels start on the current one."""
-    return tensor.is_cuda and tensor.get_device() != _current_device()
+    return tensor.is_cuda and tensor.get_device() != current_device()
 
 
 @cache
@@ -165,8 +161,14 @@ _library.impl("attention", _attention, "CompositeExplicitAutograd")
 _library.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
 
 
-torch.library.register_vmap("backlight::attention", batching.attention, lib=_library)
-torch.library.register_vmap("backlight::attention_backward", batching.attention_backward, lib=_library)
+@torch.library.register_vmap("backlight::attention", lib=_library)
+def _attention_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    return batching.attention(torch.ops.backlight.attention, info.batch_size, in_dims, args)
+
+
+@torch.library.register_vmap("backlight::attention_backward", lib=_library)
+def _attention_backward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    return batching.attention_backward(torch.ops.backlight.attention_backward, info.batch_size, in_dims, args)
 
 
 # --- shapes for fake tensors -------------------------------------------------------------------------------------------------
@@ -200,61 +202,26 @@ def empty_outputs(call: Call) -> tuple[Tensor, Tensor]:
 # --- autograd ----------------------------------------------------------------------------------------------------------------
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        # u is needed by the backward alone
-        with torch._C._AutoDispatchBelowAutograd():
-            y, lse, u = torch.ops.backlight.attention.default.redispatch(keyset, *args[:-1], True)
-        ctx.save_for_backward(*args[:N_TENSORS], y, lse, u)
-        ctx.scalars = args[N_TENSORS : N_TENSORS + N_SCALARS]
-        ctx.mark_non_differentiable(u)
-        return y, lse, u
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None, _du: None) -> tuple[Any, ...]:
-        *tensors, y, lse, u = ctx.saved_tensors
-        needs = ctx.needs_input_grad[1 : 1 + len(GRADIENTS)]
-        none = (None,) * (1 + N_TENSORS + N_SCALARS + 1)
-        if dy is None and dlse is None:
-            return none
-        if dy is None:
-            dy = torch.zeros_like(y)
-        grads = torch.ops.backlight.attention_backward(*tensors, *ctx.scalars, y, lse, u, dy, dlse, list(needs))
-        used = tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
-        return (None, *used, *none[1 + len(GRADIENTS) :])
+def _attention_gradients(ctx: Any, dy: Tensor | None, dlse: Tensor | None, _du: None) -> tuple[Any, ...]:
+    return functional.gradients(ctx, dy, dlse, torch.ops.backlight.attention_backward)
 
 
-def _attention_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    below = keyset & torch._C._after_autograd_keyset
-    tensors = args[: len(GRADIENTS)]
-    if forward_ad._current_level >= 0:
-        _refuse_tangents(tensors)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        if _are_functorch_transforms_active():
-            return _apply_at_this_level(below, *args)
-        return _Attention.apply(below, *args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.backlight.attention.default.redispatch(below, *args)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    functional.keep(ctx, inputs, output)
 
 
-def _refuse_tangents(tensors: tuple[Tensor | None, ...]) -> None:
-    """Below this point a tangent would be dropped, which reads as a derivative of zero."""
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError("backlight.attention has no forward-mode derivative (jvp); use reverse mode (vjp, grad)")
+torch.library.register_autograd("backlight::attention", _attention_gradients, setup_context=_keep, lib=_library)
+# without it torch would take gradients for constants
+torch.library.register_autograd("backlight::attention_backward", refuse_second, lib=_library)
 
 
-def _apply_at_this_level(keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`_Attention.apply` inside torch.func.grad: the dispatcher has already come down to one level of it."""
-    if sum(level.key() == TransformType.Grad for level in get_interpreter_stack() or ()) > 1:
-        raise NotImplementedError("backlight.attention has no second derivative: torch.func.grad may be applied once")
-    with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, _Attention).apply(keyset, *args)
+def transformed() -> bool:
+    """Whether torch.func or forward mode is at work, or may be: operators are followed through one level of it alone.
 
-
-_library.impl("attention", _attention_autograd, "Autograd", with_keyset=True)
+    Without a look at `is_compiling`: where a graph breaks, compilers take this function by itself, and say yes in it.
+    """
+    # what traces holds operators
+    return bool(transforms_active() or forward_mode._current_level >= 0) and not tracing()
 
 
 # --- without operators -------------------------------------------------------------------------------------------------------
@@ -279,7 +246,7 @@ class _Unobserved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
-        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, dy, dlse)
+        return _gradients(ctx, dy, dlse)
 
 
 def _gradients(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
@@ -290,7 +257,8 @@ def _gradients(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Any, .
         if dlse is None:
             return (None,) * (3 + len(GRADIENTS))
         dy = torch.zeros_like(y)
-    packed, observed = _is_packed(saved), not unobserved((*saved, dy, dlse))
+    # with gradients enabled (create_graph=True) autograd looks too: at gradients, which have none of their own
+    packed, observed = _is_packed(saved), torch.is_grad_enabled() or not unobserved((*saved, dy, dlse))
     if packed:
         q, k, v, gate, y, dy = (None if x is None else x.transpose(0, 1)[None] for x in (q, k, v, gate, y, dy))
         lse, dlse = (None if x is None else x[None] for x in (lse, dlse))
@@ -299,7 +267,7 @@ def _gradients(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Any, .
     call.shared = shared
     if observed:
         args = (*pack(call, backend), y, lse, y.new_empty(0) if u is None else u, dy, dlse, list(needs))
-        found = torch.ops.backlight.attention_backward(*args)
+        found = (functional.AttentionBackward.apply if transformed() else torch.ops.backlight.attention_backward)(*args)
         grads = {name: grad for name, grad, need in zip(GRADIENTS, found, needs, strict=True) if need}
     else:
         grads = _backward(call, backend, y, lse, u, dy, dlse, needs)  # type: ignore[arg-type]
@@ -317,40 +285,48 @@ def _packed(x: Tensor) -> Tensor:
     return x[0].transpose(0, 1)
 
 
-_gradients_once = once_differentiable(_gradients)
-
-
 def unobserved(tensors: Iterable[Tensor | None]) -> bool:
     """Whether nothing but autograd looks at operators on these tensors."""
     if (
         torch.compiler.is_compiling()
-        or _len_torch_dispatch_stack()
-        or _len_torch_function_stack()
-        or _are_functorch_transforms_active()
-        or _get_tracing_state() is not None
-        or _profiler_enabled()
-        or forward_ad._current_level >= 0
+        or dispatch_modes()
+        or function_modes()
+        or transforms_active()
+        or tracing()
+        or profiling()
+        or forward_mode._current_level >= 0
     ):
         return False
     for x in tensors:
         if x is None:
             continue
-        # legacy: the gradients of torch.autograd.grad(..., is_grads_batched=True)
-        if type(x) not in PLAIN or x.is_meta or is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x):
+        if type(x) not in PLAIN or x.is_meta or is_wrapped(x) or is_batched(x):
             return False
     return True
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
 # the checks of `Function.apply` are those of `unobserved`
-_apply_unobserved = super(torch.autograd.Function, _Unobserved).apply
+_apply_unobserved = apply_of(_Unobserved)
 
 
 def attention(call: Call, backend: str | None) -> tuple[Tensor, Tensor]:
     """(y, lse) of a bound call, differentiable."""
     if unobserved((*_inputs(call), call.cu_seqlens_q, call.cu_seqlens_k)):
         return attention_unobserved(call, backend, True)  # type: ignore[return-value]
-    y, lse, _ = torch.ops.backlight.attention(*pack(call, backend), False)
+    args = pack(call, backend)
+    compiling = torch.compiler.is_compiling()
+    if transforms_active() if compiling else transformed():
+        from backlight import in_graph
+
+        y, lse, _ = (in_graph.attention if compiling else in_graph.attention_outside)(*args)
+    elif compiling and forward_mode._current_level >= 0:
+        # a tangent is not followed through a graph; where there may be breaks in it, there may also be no tangent
+        raise NotImplementedError(NO_TANGENT)
+    else:
+        # u is needed by the backward alone
+        wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in _inputs(call))
+        y, lse, _ = torch.ops.backlight.attention(*args, call.tau is not None and wanted)
     return y, lse
 
 

@@ -25,6 +25,7 @@ position; `None` leaves a side unbounded. Causal is the same as `right = min(rig
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -38,6 +39,7 @@ LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 # no row is this far from a key: kernels count positions in 32 bits, and a reach must not leave them when one is added to it
 BEYOND = 1 << 30
+LARGEST = sys.float_info.max
 
 Index = TypeVar("Index", int, Tensor)
 
@@ -81,7 +83,8 @@ class AttentionSpec:
                 raise ValueError(f"window {side} must be >= 0 or None for unbounded, got {reach}")
         for name in ("scale", "softcap"):
             value = getattr(self, name)
-            if value is not None and not math.isfinite(value):
+            # compilers follow comparisons of a number that differs from call to call, but not `math.isfinite`
+            if value is not None and not -LARGEST <= value <= LARGEST:
                 raise ValueError(f"{name} must be finite, got {value}")
         if self.softcap is not None and self.softcap <= 0:
             raise ValueError(f"softcap must be > 0 or None, got {self.softcap}")

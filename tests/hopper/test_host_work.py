@@ -6,6 +6,7 @@ Kernels stand still: a launch is written down and leaves its outputs as they wer
 from __future__ import annotations
 
 import gc
+import importlib.util
 import sys
 import weakref
 from collections import Counter
@@ -31,6 +32,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import backlight
 from backlight import binding
+from backlight._private import names
+from backlight._private import triton as private_triton
 from backlight.backends import hopper
 from backlight.backends.hopper import compiled, forward, launch
 from backlight.backends.hopper.config import BackwardConfig, ForwardConfig
@@ -422,3 +425,58 @@ def test_functions_of_a_warmed_call(machine: Machine, blocks: Blocks) -> None:
     blocks.free()
     found = functions_entered(lambda: step(tensors))
     assert sum(found.values()) <= MOST_FUNCTIONS, found.most_common()
+
+
+# --- without the internals of Triton and torch -------------------------------------------------------------------------------
+
+LAUNCHES = [name for name, cost in private_triton.NAMES.costs.items() if "hopper backend" not in cost.without]
+
+
+def door_without(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Another copy of the door, which does not find one name."""
+    honest = names.find
+    monkeypatch.setattr(names, "find", lambda path: None if path == name else honest(path))
+    spec = importlib.util.spec_from_file_location("door", private_triton.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    door = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(door)
+    assert list(door.NAMES.missing) == [name]
+    return door
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launches_without_a_name_of_triton(machine: Machine, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are told the same, by Triton's own function, in every call."""
+    plain = machine.took(lambda: step(problem()))
+    door = door_without(name, monkeypatch)
+    for module in (replay, program):
+        for function in ("heard", "opened", "stream_of"):
+            if hasattr(module, function):
+                monkeypatch.setattr(module, function, getattr(door, function))
+    if name == "triton.runtime.driver":
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    else:
+        # nobody goes below Triton's function
+        monkeypatch.setattr(replay.Direct, "prepared", None)
+    program._programs.clear()
+    for _ in range(3):
+        assert machine.took(lambda: step(problem())) == plain
+
+
+def test_launches_without_a_mode_of_torch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is recorded; the host function runs in every call."""
+    monkeypatch.setattr(program, "SEES", False)
+    plain = machine.took(lambda: step(problem()))
+    for _ in range(2):
+        assert machine.took(lambda: step(problem())) == plain
+    assert not program._programs
+
+
+@pytest.mark.parametrize("name", [name for name in private_triton.NAMES.costs if name not in LAUNCHES])
+def test_kernels_without_a_name_of_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend says that it cannot run here, before its kernels are imported."""
+    door = door_without(name, monkeypatch)
+    monkeypatch.setattr(private_triton, "kernels_lack", door.kernels_lack)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert hopper.missing.__wrapped__() == (f"this Triton has no {name}",)

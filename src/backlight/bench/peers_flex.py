@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backlight._private.torch import compiler_settings
 from backlight.bench.contender import PER_SHAPE, Contender, by_autograd, cannot, gated, leaves_of
 from backlight.bench.workload import Tensors, Workload
 from backlight.call import Call
@@ -72,13 +73,10 @@ def first_that_fits(candidates: Sequence[dict[str, int]], build: Callable[[dict[
 
 
 def _compiled(name: str, tensors: Tensors, block_mask: Any, options: dict[str, int]) -> Contender:
-    import torch._dynamo
-    import torch._functorch.config as functorch
-
     # compiled code of earlier workloads counts against dynamo's limit of recompilations
-    torch._dynamo.reset()
+    torch.compiler.reset()
     # the backward is timed with its graph kept, which donated buffers forbid
-    functorch.donated_buffer = False
+    compiler_settings().donated_buffer = False
     compiled = torch.compile(attention(tensors.call, options), dynamic=False, fullgraph=True)
 
     def attend(**leaves: Tensor) -> Tensor:

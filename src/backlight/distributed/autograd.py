@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from backlight.call import Call
+from backlight.derivatives import differentiable_once
 from backlight.distributed.communicator import Communicator
 from backlight.distributed.handshake import agree_backward
 from backlight.spec import AttentionSpec
@@ -103,7 +103,7 @@ class _ContextAttention(torch.autograd.Function):
         return y, lse
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         kept = ctx.saved_tensors
         if dy is None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from backlight import api
 from backlight.arguments import check_borders, check_flag, check_tensor, check_whole
+from backlight.derivatives import differentiable_once
 from backlight.distributed import autograd
 from backlight.distributed.autograd import GRADIENTS, LEARNED, Options, Strategy
 from backlight.distributed.context import ContextParallel
@@ -87,10 +87,12 @@ class _SimulatedAttention(torch.autograd.Function):
         ctx.ranks = simulate(world, forward_of)
         ctx.layout = layout
         ctx.set_materialize_grads(False)
+        # what gradients depend on, for `differentiable_once`
+        ctx.save_for_backward(*whole)
         return assemble([rank[3] for rank in ctx.ranks], SEQUENCE, layout), assemble([rank[4] for rank in ctx.ranks], 2, layout)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         needs = frozenset(name for name, need in zip(GRADIENTS, ctx.needs_input_grad[1:], strict=True) if need)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backlight._private.torch import keep_busy
 from backlight.doctor import layouts
 from backlight.doctor.inputs import Problem
 from backlight.doctor.report.model import Probe
@@ -275,7 +276,7 @@ def written_late(do: Tensor) -> Tensor:
     """The same values in a buffer that holds sentinels until the stream gets there, some milliseconds from now."""
     late = torch.full_like(do, layouts.SENTINEL)
     torch.cuda.synchronize(do.device)
-    torch.cuda._sleep(IN_FLIGHT_CYCLES)
+    keep_busy(IN_FLIGHT_CYCLES)
     return late.copy_(do)
 
 

@@ -43,7 +43,9 @@ def missing() -> tuple[str, ...]:
         return (f"triton {'.'.join(map(str, triton_version()))} is older than 3.6",)
     if not torch.cuda.is_available():
         return ("no GPU that torch can see",)
-    return ()
+    from backlight._private.triton import kernels_lack
+
+    return kernels_lack()
 
 
 @cache

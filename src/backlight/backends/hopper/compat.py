@@ -1,19 +1,17 @@
 """One spelling for the Gluon names that moved between Triton 3.6 and 3.9; kernels never look at the version.
 
-The names Triton keeps private and that are used here (`_aggregate`, `_convert_to_ir_values`, `memdesc_reinterpret`,
-`create_async_tma_reduce`) are watched by the compile tests in tests/hopper.
+Names that Triton keeps private come through `_private.triton`; methods of its builder and semantic that are used here
+(`_convert_to_ir_values`, `memdesc_reinterpret`, `create_async_tma_reduce`) are watched by the compile tests in tests/hopper.
 """
 
 from typing import Any
 
-from triton._C.libtriton import ir
 from triton.backends.nvidia.compiler import CUDAOptions
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language import _core
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as _whole_wait
-from triton.language.core import _aggregate, base_value
+
+from backlight._private.triton import aggregate, base_value, builtin, ir, unwrap_if_constexpr
 
 # options of every launch; multiply-adds are fused by name, because Triton's default changes with 3.10
 COMPILER: dict[str, Any] = {"enable_fp_fusion": True}
@@ -46,7 +44,7 @@ Maybe = base_value
 @builtin
 def smem_reinterpret(mem: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
     """The same bytes of shared memory with another shape and layout."""
-    unwrap = _core._unwrap_if_constexpr
+    unwrap = unwrap_if_constexpr
     return _semantic.memdesc_reinterpret(mem, unwrap(dtype), [unwrap(size) for size in unwrap(shape)], unwrap(layout))
 
 
@@ -74,7 +72,7 @@ def arguments(cls: type) -> Any:
         for name, kind in fields.items():
             value = given[name]
             if kind is gl.constexpr:
-                value = gl.constexpr(_core._unwrap_if_constexpr(value))
+                value = gl.constexpr(unwrap_if_constexpr(value))
             elif kind is gl.tensor:
                 value = _semantic.to_tensor(value)
             elif kind is Maybe and not isinstance(value, base_value):
@@ -83,6 +81,6 @@ def arguments(cls: type) -> Any:
 
     __init__.__triton_builtin__ = True  # type: ignore[attr-defined]
     cls.__init__ = __init__  # type: ignore[misc]
-    value = _aggregate(cls)
+    value = aggregate(cls)
     value.field_names = tuple(fields)
     return value

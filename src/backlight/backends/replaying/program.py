@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from backlight.backends.replaying.replay import Replay, heard, stream_of, tensors_among
+from backlight._private.torch import DispatchMode, NoMode, empty_strided_cuda
+from backlight._private.triton import heard, stream_of
+from backlight.backends.replaying.replay import Replay, tensors_among
 from backlight.call import Call, Memory, layout_of
 from backlight.config import overridden
 
@@ -28,8 +29,8 @@ _active = threading.local()
 
 # parts of a workspace begin where an allocation of their own could
 ALIGNMENT = 512
-# torch's allocation for compiled code: on the current device, and with less parsing of arguments
-_empty_strided_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+# without a mode nothing that a host function does is seen
+SEES = DispatchMode is not NoMode
 
 
 class Prepared(Memory[list[tuple[Callable[..., Any], Sequence[Any]]]]):
@@ -57,12 +58,12 @@ class Program:
         returned: dict[str, int | None] | Sequence[int | None],
     ):
         self.used, self.allocations, self.zeroed, self.launches, self.returned = used, allocations, zeroed, launches, returned
-        self.on_gpu = _empty_strided_cuda is not None and all(device.type == "cuda" for *_, device in allocations)
+        self.on_gpu = empty_strided_cuda is not None and all(device.type == "cuda" for *_, device in allocations)
         self.prepared = Prepared()
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
         if self.on_gpu:
-            made = [_empty_strided_cuda(shape, stride, dtype) for shape, stride, dtype, _ in self.allocations]
+            made = [empty_strided_cuda(shape, stride, dtype) for shape, stride, dtype, _ in self.allocations]
         else:
             empty = torch.empty_strided
             made = [empty(shape, stride, dtype=dtype, device=device) for shape, stride, dtype, device in self.allocations]
@@ -95,7 +96,7 @@ class Program:
         return prepared
 
 
-class Recording(TorchDispatchMode):
+class Recording(DispatchMode):  # type: ignore[misc]
     """Sees every operation of torch inside, and every launch."""
 
     def __init__(self, inputs: Sequence[Tensor | None]):
@@ -209,7 +210,7 @@ def replayed(
 ) -> Any:
     """`host(call, *tensors, choice)`, from its program where there is one; `setting` is what else decides."""
     check_borders(call)
-    if overridden():
+    if overridden() or not SEES:
         return host(call, *tensors, choice)
     inputs = _inputs(call, tensors)
     key = _key(host, call, tensors, choice, setting, inputs)

@@ -13,13 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, count
-from types import CellType, FunctionType
 from typing import Any
 
 from torch import Tensor
-from triton import knobs
-from triton.runtime import driver
 
+from backlight._private.triton import heard, opened, stream_of
 from backlight.call import Memory
 
 
@@ -31,7 +29,6 @@ class Maps(Memory[Any]):
 _maps = Maps()
 _numbers = count()
 STREAM = 3
-NO_HOOKS = ENTER, EXIT = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
 
 
 def is_descriptor(arg: Any) -> bool:
@@ -109,17 +106,6 @@ def filled(arg: Any, values: Iterator[Any]) -> Any:
     return tuple([filled(x, values) for x in arg]) if isinstance(arg, tuple) else arg
 
 
-def heard() -> bool:
-    """Whether somebody (a profiler) wants to hear of launches, which only Triton's own function tells."""
-    runtime = knobs.runtime
-    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(hooks != NO_HOOKS or ENTER.calls or EXIT.calls)
-
-
-def stream_of(device: int) -> int:
-    return driver.active.get_current_stream(device)
-
-
 class Replay:
     """A launch that was made once: compiled kernel, grid and arguments, with holes where its tensors stood.
 
@@ -192,7 +178,7 @@ class Direct:
         # without them Triton passes a descriptor as a pointer and its fields
         described = any(hole.number is not None for hole in holes_of(args))
         maps = not described or getattr(metadata, "tensordesc_meta", None)
-        found = _opened(getattr(run, "launch", None))
+        found = opened(getattr(run, "launch", None))
         if found is None or scratch or not (nvidia and maps) or getattr(run, "gsan_enabled", False):
             return None
         launcher, with_launcher = found
@@ -236,22 +222,3 @@ class Direct:
         # `own` last: it tells another thread that both are there
         self.args, self.own = given, own
         return values
-
-
-def _opened(wrapped: Any) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The compiled launcher inside Triton's function around it, and what puts another in its place.
-
-    A kernel without descriptors has no such function: the compiled launcher stands there itself.
-    """
-    if not isinstance(wrapped, FunctionType):
-        return (wrapped, lambda launcher: launcher) if callable(wrapped) else None
-    names = wrapped.__code__.co_freevars
-    if wrapped.__closure__ is None or "launcher" not in names:
-        return None
-    cells = dict(zip(names, wrapped.__closure__, strict=True))
-
-    def with_launcher(launcher: Callable[..., Any]) -> Callable[..., Any]:
-        closure = tuple((cells | {"launcher": CellType(launcher)}).values())
-        return FunctionType(wrapped.__code__, wrapped.__globals__, wrapped.__name__, wrapped.__defaults__, closure)
-
-    return cells["launcher"].cell_contents, with_launcher

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import backlight
+from backlight._private.torch import assert_in_graph
 from backlight.arguments import check_borders, check_flag, check_number, check_tensor, check_whole, shown
 from backlight.integrations.transformers.packing import packing_of
 
@@ -146,7 +147,7 @@ def _refuse(query: Tensor, key: Tensor, attention_mask: Tensor | None, dropout: 
 def _require(value: bool | Tensor, wanted: bool, message: str) -> None:
     """Raises unless value is `wanted`; in a graph when it runs, since it has no values before."""
     if isinstance(value, Tensor) and torch.compiler.is_compiling():
-        torch._assert_async(value if wanted else ~value, message)
+        assert_in_graph(value if wanted else ~value, message)
     elif bool(value) != wanted:
         raise NotImplementedError(message)
 

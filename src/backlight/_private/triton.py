@@ -1,0 +1,121 @@
+"""What Triton keeps to itself: launches below its Python, and what Gluon kernels are written with.
+
+Where a name for launches is missing, every launch is Triton's own, which is slower and right. Where one for kernels is missing,
+the `hopper` backend cannot run and says so, and the `triton` backend takes its calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+import triton
+
+from backlight._private.names import Cost, Names
+
+_LAUNCHES = "every launch goes through Triton's own Python, which costs host time"
+_NO_HOPPER = "the hopper backend cannot run; the triton backend takes its calls"
+
+NAMES = Names(
+    {
+        "triton.knobs.runtime.launch_enter_hook": Cost(_LAUNCHES, gpu=True),
+        "triton.knobs.runtime.launch_exit_hook": Cost(_LAUNCHES, gpu=True),
+        "triton.backends.nvidia.driver.wrap_handle_tensordesc": Cost(_LAUNCHES, gpu=True),
+        "triton.runtime.driver": Cost("the current stream is asked of torch, which takes longer", gpu=True),
+        "triton.language.core._aggregate": Cost(_NO_HOPPER, gpu=True),
+        "triton.language.core.base_value": Cost(_NO_HOPPER, gpu=True),
+        "triton.experimental.gluon.language._core.builtin": Cost(_NO_HOPPER, gpu=True),
+        "triton.experimental.gluon.language._core._unwrap_if_constexpr": Cost(_NO_HOPPER, gpu=True),
+        "triton._C.libtriton.ir": Cost(_NO_HOPPER, gpu=True),
+    }
+)
+
+# --- launches ----------------------------------------------------------------------------------------------------------------
+
+_ENTER = NAMES.take("triton.knobs.runtime.launch_enter_hook", None)
+_EXIT = NAMES.take("triton.knobs.runtime.launch_exit_hook", None)
+_wrapper = NAMES.take("triton.backends.nvidia.driver.wrap_handle_tensordesc", None)
+_driver = NAMES.take("triton.runtime.driver", None)
+NO_HOOKS = None if _ENTER is None or _EXIT is None else (_ENTER, _EXIT)
+
+
+def heard() -> bool:
+    """Whether somebody (a profiler) wants to hear of launches, which only Triton's own function tells."""
+    if NO_HOOKS is None:
+        return True
+    runtime = triton.knobs.runtime
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(hooks != NO_HOOKS or _ENTER.calls or _EXIT.calls)
+
+
+def _stream_by_driver(device: int) -> int:
+    return _driver.active.get_current_stream(device)
+
+
+def _stream_by_torch(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+stream_of: Callable[[int], int] = _stream_by_torch if _driver is None else _stream_by_driver
+
+
+def opened(wrapped: Any) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The compiled launcher inside Triton's function around it, and what puts another in its place.
+
+    A kernel without descriptors has no such function: the compiled launcher stands there itself. None where Triton builds it in
+    another way.
+    """
+    if _wrapper is None:
+        return None
+    if not isinstance(wrapped, FunctionType):
+        return (wrapped, lambda launcher: launcher) if callable(wrapped) else None
+    names = wrapped.__code__.co_freevars
+    if wrapped.__closure__ is None or "launcher" not in names:
+        return None
+    cells = dict(zip(names, wrapped.__closure__, strict=True))
+
+    def with_launcher(launcher: Callable[..., Any]) -> Callable[..., Any]:
+        closure = tuple((cells | {"launcher": CellType(launcher)}).values())
+        return FunctionType(wrapped.__code__, wrapped.__globals__, wrapped.__name__, wrapped.__defaults__, closure)
+
+    return cells["launcher"].cell_contents, with_launcher
+
+
+# --- kernels -----------------------------------------------------------------------------------------------------------------
+
+# None where missing: whoever needs them asks `kernels_lack` first
+aggregate: Any = NAMES.take("triton.language.core._aggregate", None)
+base_value: Any = NAMES.take("triton.language.core.base_value", None)
+builtin: Any = NAMES.take("triton.experimental.gluon.language._core.builtin", None)
+unwrap_if_constexpr: Any = NAMES.take("triton.experimental.gluon.language._core._unwrap_if_constexpr", None)
+ir: Any = NAMES.take("triton._C.libtriton.ir", None)
+
+
+def kernels_lack() -> tuple[str, ...]:
+    """Reasons against kernels in Gluon: names that this Triton does not have."""
+    return tuple(f"this Triton has no {path}" for path, cost in NAMES.missing.items() if cost.without == _NO_HOPPER)
+
+
+def slower(gpu: bool) -> dict[str, str]:
+    """What is missing, or built in another way, and what happens without it."""
+    found = NAMES.slower(gpu)
+    if gpu and _wrapper is not None and not _opens():
+        found["the closure of triton.backends.nvidia.driver.wrap_handle_tensordesc"] = _LAUNCHES
+    return found
+
+
+def _opens() -> bool:
+    """Whether Triton wraps its launchers in the way `opened` knows."""
+
+    class Launcher:
+        def __call__(self, *args: Any) -> None:
+            pass
+
+    inside = Launcher()
+    try:
+        found = opened(_wrapper(inside, {"x": "tensordesc<fp16[64, 64]>"}, [{}]))
+    except Exception:
+        return False
+    return found is not None and found[0] is inside
