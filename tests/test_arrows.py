@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # the options of a layer are checked by the code that checks those of a call
     "nn": {"spec", "arguments", "binding", "api", ""},
     "compat": {"spec", "arguments", "api", ""},
-    "integrations": {"spec", "arguments", "api", ""},
+    "integrations": {"_private", "spec", "arguments", "api", ""},
     # blocks of a sharded call go to a backend each: it looks one up, as ops does
     "distributed": {"spec", "call", "arguments", "contexts", "derivatives", "errors", "registry", "api", ""},
     "doctor": {"_private", "spec", "call", "reference"},

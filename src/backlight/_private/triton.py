@@ -29,6 +29,7 @@ NAMES = Names(
         "triton.experimental.gluon.language._core.builtin": Cost(_NO_HOPPER, gpu=True),
         "triton.experimental.gluon.language._core._unwrap_if_constexpr": Cost(_NO_HOPPER, gpu=True),
         "triton._C.libtriton.ir": Cost(_NO_HOPPER, gpu=True),
+        "triton.backends.nvidia.compiler.CUDAOptions": Cost("the Hopper backward is compiled without options of Triton 3.9", gpu=True),
     }
 )
 
@@ -91,6 +92,9 @@ base_value: Any = NAMES.take("triton.language.core.base_value", None)
 builtin: Any = NAMES.take("triton.experimental.gluon.language._core.builtin", None)
 unwrap_if_constexpr: Any = NAMES.take("triton.experimental.gluon.language._core._unwrap_if_constexpr", None)
 ir: Any = NAMES.take("triton._C.libtriton.ir", None)
+# what a launch may ask of the compiler
+_options = NAMES.take("triton.backends.nvidia.compiler.CUDAOptions", None)
+compiler_options: frozenset[str] = frozenset(getattr(_options, "__dataclass_fields__", ()))
 
 
 def kernels_lack() -> tuple[str, ...]:

@@ -6,18 +6,17 @@ Names that Triton keeps private come through `_private.triton`; methods of its b
 
 from typing import Any
 
-from triton.backends.nvidia.compiler import CUDAOptions
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as _whole_wait
 
-from backlight._private.triton import aggregate, base_value, builtin, ir, unwrap_if_constexpr
+from backlight._private.triton import aggregate, base_value, builtin, compiler_options, ir, unwrap_if_constexpr
 
 # options of every launch; multiply-adds are fused by name, because Triton's default changes with 3.10
 COMPILER: dict[str, Any] = {"enable_fp_fusion": True}
 # Triton 3.9 works out the addresses of all operands of a loop ahead of its first product, which leaves too few registers for
 # anything else; this option of the same version puts them where they are used
-LATE_ADDRESSES: dict[str, Any] = {"sched4reg": True} if "sched4reg" in CUDAOptions.__dataclass_fields__ else {}
+LATE_ADDRESSES: dict[str, Any] = {"sched4reg": True} if "sched4reg" in compiler_options else {}
 # it also asks ptxas for a poorer allocation of registers than ptxas makes by itself (the last word counts)
 OWN_REGISTERS: dict[str, Any] = {"ptx_options": "--regAllocOptLevel=4"} if LATE_ADDRESSES else {}
 

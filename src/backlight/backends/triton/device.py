@@ -48,16 +48,5 @@ def device_of(device: torch.device) -> Device:
         arch = str(getattr(found, "gcnArchName", "gfx")).partition(":")[0]
         return Device(found.name, arch, BY_ARCHITECTURE.get(arch, LEAST))
     arch = f"sm_{found.major}{found.minor}"
-    shared = getattr(found, "shared_memory_per_block_optin", None) or _asked_of_triton(device)
+    shared = getattr(found, "shared_memory_per_block_optin", None)
     return Device(found.name, arch, int(shared or BY_ARCHITECTURE.get(arch, LEAST)))
-
-
-def _asked_of_triton(device: torch.device) -> int | None:
-    """What Triton holds a kernel's shared memory against, where its driver still says so."""
-    try:
-        from triton.runtime import driver
-
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
-    except (ImportError, AttributeError, KeyError, RuntimeError):
-        return None

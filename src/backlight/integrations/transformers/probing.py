@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backlight._private.torch import assert_in_graph
+
 REFUSAL = (
     "attn_implementation='backlight' has no equivalent of this model's mask under torch.compile: it knows causal and full "
     "masks, sliding windows, padding and packed sequences; use another attn_implementation for this model"
@@ -104,7 +106,7 @@ def probe(mask_function: Callable[..., Any], batch: int, length: int, device: to
         same = same & other
     # whatever hides a row from itself is no border of sequences
     for own in _ask(mask_function, batch, places, places).compared:
-        torch._assert_async(own.all(), REFUSAL)
+        assert_in_graph(own.all(), REFUSAL)
     return asked.causal, (~same).expand(batch, length).long().cumsum(-1)
 
 
