@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from backlight import info
-from backlight.backends.triton import config, device
+from backlight.backends.triton import config
 from backlight.backends.triton.config import KernelConfig, entry, heuristic, kernels_of, table_for, table_in_use, tables
 from backlight.backends.triton.device import INTERPRETED, KIB, Device, device_of
 from backlight.call import Call
@@ -131,11 +131,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Device]]:
     device_of.cache_clear()
 
 
-def test_shared_memory_is_asked_for_then_looked_up(card: Callable[..., Device], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_asked_of_triton", lambda device: 12345)
+def test_shared_memory_is_asked_for_then_looked_up(card: Callable[..., Device]) -> None:
     assert card(shared_memory_per_block_optin=101376) == Device("a card", "sm_86", 101376)
-    assert card() == Device("a card", "sm_86", 12345)
-    monkeypatch.setattr(device, "_asked_of_triton", lambda device: None)
+    assert card() == Device("a card", "sm_86", 99 * KIB)
     assert [card(major=major, minor=minor).shared // KIB for major, minor in ((8, 0), (8, 9), (9, 0), (12, 0), (7, 5))] == [
         *(163, 99, 227, 99, 64)
     ]
