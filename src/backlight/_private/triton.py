@@ -6,6 +6,8 @@ the `hopper` backend cannot run and says so, and the `triton` backend takes its 
 
 from __future__ import annotations
 
+import atexit
+import sys
 from collections.abc import Callable
 from types import CellType, FunctionType
 from typing import Any
@@ -123,3 +125,24 @@ def _opens() -> bool:
     except Exception:
         return False
     return found is not None and found[0] is inside
+
+
+# --- at exit -----------------------------------------------------------------------------------------------------------------
+
+
+def _empty_layouts() -> None:
+    """Takes the functions out of Gluon's classes of layouts.
+
+    Triton's compiled part keeps those classes for ever once a kernel has asked for the layout of a result, and their functions
+    keep all of Gluon. Since 3.9 it is bound by nanobind, which prints a page about all that is left when Python ends.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("triton.experimental.gluon.language"):
+            layouts = [x for x in vars(module).values() if isinstance(x, type) and x.__name__.endswith("Layout")]
+            for layout in layouts:
+                for key in [key for key, value in vars(layout).items() if callable(value) or isinstance(value, property)]:
+                    delattr(layout, key)
+
+
+if type(getattr(ir, "builder", None)).__module__.startswith("nanobind"):
+    atexit.register(_empty_layouts)
