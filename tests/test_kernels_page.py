@@ -14,6 +14,11 @@ def test_table_is_the_record() -> None:
     assert made["table"]() in text
 
 
+def test_table_of_cards_is_the_record() -> None:
+    made = runpy.run_path(str(DOCS / "make_targets_table.py"))
+    assert made["table"]() in (DOCS / "kernels.md").read_text()
+
+
 def test_every_kernel_file_is_named() -> None:
     """A file with a kernel that the page does not name is one that a reader will not find."""
     text = (DOCS / "kernels.md").read_text()

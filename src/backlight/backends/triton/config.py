@@ -24,7 +24,6 @@ from backlight.config import resolve
 WIDEST_TILES = 256
 # bytes of shared memory that the largest and the middle tiles of the heuristic need (docs/kernels.md lists what they take)
 LARGE, MIDDLE = 160 * KIB, 96 * KIB
-BLACKWELL = ("sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +157,9 @@ def _unrolled(kernel: str, width: int, arch: str) -> KernelConfig:
     if width <= 64:
         return KernelConfig(32, 32, 4, 2)
     if width <= 128:
-        # ptxas for Blackwell unrolls further than the registers of four warps reach
-        return KernelConfig(32, 32, 8 if arch in BLACKWELL and kernel in ("dq", "dkdv") else 4, 1)
+        # ptxas unrolls further than the registers of four warps reach; Hopper keeps what has run on its cards
+        spills = arch.startswith("sm_") and arch != "sm_90" and kernel in ("dq", "dkdv")
+        return KernelConfig(32, 32, 8 if spills else 4, 1)
     # products of fp32 are unrolled: with larger tiles or fewer warps they spill, and keep ptxas busy for most of a minute
     tile = {"dkdv": (16, 32), "dbias": (16, 16)}.get(kernel, (32, 16))
     return KernelConfig(*tile, num_warps=8, num_stages=1)

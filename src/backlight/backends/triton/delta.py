@@ -92,10 +92,10 @@ def _delta_kernel(
     tl.store(minus_lse2_ptr + offset + lanes, minus_lse2, mask=in_buffer)
 
 
-def warps_of(call: Call) -> int:
-    """Four tensors of wide rows at a time fill the registers of eight warps."""
-    wide = padded(call.v.shape[-1]) > 128
-    return 16 if wide and (call.gate is not None or call.tau is not None) else 8
+def block_of(call: Call) -> int:
+    """Rows of one program. Four tensors of wide rows at a time would not fit into its registers."""
+    crowded = padded(call.v.shape[-1]) > 128 and (call.gate is not None or call.tau is not None)
+    return BLOCK // 2 if crowded else BLOCK
 
 
 def prepare_rows(
@@ -111,7 +111,9 @@ def prepare_rows(
         dgate = out["dgate"] = torch.empty_like(call.gate)
     batch, heads, sq = lse.shape
     pitch = -(-sq // BLOCK) * BLOCK
-    grid = launch.row_grid(BLOCK)
+    block = block_of(call)
+    # rows beyond the last are filled up to the pitch
+    grid = (launch.tiles(sq, call.cu_seqlens_q, block) if call.varlen else pitch // block, batch * heads)
     values = partial(torch.empty, (batch, heads, pitch), dtype=torch.float32, device=lse.device)
     parts = partial(torch.empty, (batch, heads, grid[0]), dtype=torch.float32, device=lse.device)
     minus_lse2, delta = values(), values()
@@ -132,11 +134,11 @@ def prepare_rows(
             dtau,
             dsink,
             rows.pitch16,
-            *launch.shared(call.cu_seqlens_q, BLOCK),
+            *launch.shared(call.cu_seqlens_q, block),
             V=launch.variant,
             HAS_DLSE=dlse is not None,
-            BM=BLOCK,
-            num_warps=warps_of(call),
+            BM=block,
+            num_warps=8,
             enable_fp_fusion=True,
         )
     if call.tau is not None:
