@@ -11,30 +11,35 @@ TERMS = ["bias", "lazy", "sink", "softcap", "gate"]
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "nvidia-h200"
 WIDE = Path(__file__).parent / "data" / "wide-terms-h200.jsonl"
 LENGTHS = (2048, 4096, 8192, 16384)
-# what, contender, peer, head dimensions
+NEWEST, OLDEST = "3.9.0", "3.6.0"
+# what, contender, peer, head dimensions, Triton
 LINES = (
-    ("`hopper` / FlashAttention-3", "backlight", "fa3", (64, 128)),
-    ("`hopper` / FlashAttention-3", "backlight", "fa3", (256,)),
-    ("`hopper` / cuDNN", "backlight", "sdpa-cudnn", (64, 128)),
-    ("`hopper` / cuDNN", "backlight", "sdpa-cudnn", (256,)),
-    ("`hopper` / FlashAttention-2", "backlight", "sdpa-flash", (64, 128)),
-    ("`triton` / FlexAttention", "backlight:triton", "flex", (64, 128)),
-    ("`triton` / FlexAttention", "backlight:triton", "flex", (256,)),
+    ("`hopper` / FlashAttention-3", "backlight", "fa3", (64, 128), NEWEST),
+    ("`hopper` / FlashAttention-3", "backlight", "fa3", (64, 128), OLDEST),
+    ("`hopper` / FlashAttention-3", "backlight", "fa3", (256,), NEWEST),
+    ("`hopper` / FlashAttention-3", "backlight", "fa3", (256,), OLDEST),
+    ("`hopper` / cuDNN", "backlight", "sdpa-cudnn", (64, 128), NEWEST),
+    ("`hopper` / cuDNN", "backlight", "sdpa-cudnn", (256,), NEWEST),
+    ("`hopper` / FlashAttention-2", "backlight", "sdpa-flash", (64, 128), OLDEST),
+    ("`triton` / FlexAttention", "backlight:triton", "flex", (64, 128), OLDEST),
+    ("`triton` / FlexAttention", "backlight:triton", "flex", (256,), OLDEST),
 )
 
 
-def record_of(contenders: tuple[str, ...], dims: tuple[int, ...]) -> Path:
-    """The newest record of `plain` in which all of them were timed up to the longest sequences of these head dimensions."""
+def record_of(contenders: tuple[str, ...], dims: tuple[int, ...], triton: str) -> Path:
+    """The newest record of `plain` with this Triton in which all of them were timed up to the longest sequences of these head
+    dimensions."""
     wanted = {(f"plain,d={d},s={LENGTHS[-1]},full/bf16", name) for d in dims for name in contenders}
     for path in sorted(RESULTS.glob("plain-*.json"), reverse=True):
-        rows = json.loads(path.read_text())["rows"]
-        if wanted <= {(row["case"], row["contender"]) for row in rows if row["status"] == "ok"}:
+        data = json.loads(path.read_text())
+        timed = {(row["case"], row["contender"]) for row in data["rows"] if row["status"] == "ok"}
+        if data["machine"]["triton"] == triton and wanted <= timed:
             return path
-    raise FileNotFoundError(f"no record of {contenders} at D = {dims}")
+    raise FileNotFoundError(f"no record of {contenders} at D = {dims} with Triton {triton}")
 
 
 def records() -> list[Path]:
-    return sorted({record_of((contender, peer), dims) for _, contender, peer, dims in LINES})
+    return sorted({record_of((contender, peer), dims, triton) for _, contender, peer, dims, triton in LINES})
 
 
 def ratios(data: dict, contender: str, peer: str, dims: tuple[int, ...], phase: str) -> list[float]:
@@ -48,9 +53,9 @@ def ratios(data: dict, contender: str, peer: str, dims: tuple[int, ...], phase: 
 
 
 def table() -> str:
-    lines = ["| speed ratio, S 2k to 16k, causal and full | D | forward | backward |", "|---|---|---|---|"]
-    for what, contender, peer, dims in LINES:
-        data, cells = json.loads(record_of((contender, peer), dims).read_text()), []
+    lines = ["| speed ratio, S 2k to 16k, causal and full | D | Triton | forward | backward |", "|---|---|---|---|---|"]
+    for what, contender, peer, dims, triton in LINES:
+        data, cells = json.loads(record_of((contender, peer), dims, triton).read_text()), [triton]
         for phase in ("forward", "backward"):
             found = ratios(data, contender, peer, dims, phase)
             mean = math.exp(sum(map(math.log, found)) / len(found))
@@ -59,11 +64,11 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def cells_table() -> str:
-    """Every cell of the newest `plain` records that have FA3 and cuDNN: TFLOP/s of `hopper`, and ratios of speeds."""
+def cells_table(triton: str) -> str:
+    """Every cell of the newest `plain` records that have FA3 and cuDNN, with this Triton: TFLOP/s of `hopper`, ratios of speeds."""
     speeds = {}
     for dims in ((64, 128), (256,)):
-        for row in json.loads(record_of(("backlight", "fa3", "sdpa-cudnn"), dims).read_text())["rows"]:
+        for row in json.loads(record_of(("backlight", "fa3", "sdpa-cudnn"), dims, triton).read_text())["rows"]:
             if row["status"] == "ok" and any(f"d={d}," in row["case"] for d in dims):
                 speeds[row["case"], row["contender"]] = row["tflops"]
     lines = ["| D | S | mask | forward | / FA3 | / cuDNN | backward | / FA3 | / cuDNN |", "|---" * 9 + "|"]
@@ -75,6 +80,30 @@ def cells_table() -> str:
                 mine = speeds[case, name][phase]
                 cells += [f"{mine:.0f}", *(f"{mine / speeds[case, peer][phase]:.2f}" for peer in ("fa3", "sdpa-cudnn"))]
             lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def versions_table() -> str:
+    """Every cell with the newest Triton over the same cell with the oldest, of the same hour: speed of `hopper` alone."""
+    old, new = (
+        {
+            row["case"]: row["tflops"]
+            for row in json.loads(record_of(("backlight", "fa3"), (64, 128, 256), triton).read_text())["rows"]
+            if row["contender"] == "backlight"
+        }
+        for triton in (OLDEST, NEWEST)
+    )
+    lines = [
+        f"| Triton {NEWEST} / {OLDEST} | causal, forward | causal, backward | full, forward | full, backward |",
+        "|---|---|---|---|---|",
+    ]
+    for d, s in dict.fromkeys(re.findall(r"d=(\d+),s=(\d+)", " ".join(old))):
+        cells = [
+            f"{new[case][phase] / old[case][phase]:.2f}"
+            for case in (f"plain,d={d},s={s},causal/bf16", f"plain,d={d},s={s},full/bf16")
+            for phase in ("forward", "backward")
+        ]
+        lines.append(f"| D = {d}, S = {s} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -183,4 +212,13 @@ def overhead_table() -> str:
 
 
 if __name__ == "__main__":
-    print(table(), cells_table(), variants_table(), training_table(), overhead_table(), sep="\n\n")
+    print(
+        table(),
+        cells_table(NEWEST),
+        cells_table(OLDEST),
+        versions_table(),
+        variants_table(),
+        training_table(),
+        overhead_table(),
+        sep="\n\n",
+    )

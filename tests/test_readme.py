@@ -142,7 +142,9 @@ def test_speed_table_is_the_record() -> None:
     for shown in (text, page):
         assert made["variants_table"]() in shown
         assert made["variants_record"]().name in shown
-    assert made["cells_table"]() in page
+    for triton in (made["NEWEST"], made["OLDEST"]):
+        assert made["cells_table"](triton) in page
+    assert made["versions_table"]() in page
     assert made["terms_table"]() in page
     assert made["terms_record"]().name in page
     assert made["wide_table"]() in page
