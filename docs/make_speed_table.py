@@ -65,7 +65,7 @@ def table() -> str:
 
 
 def cells_table(triton: str) -> str:
-    """Every cell of the newest `plain` records that have FA3 and cuDNN, with this Triton: TFLOP/s of `hopper`, ratios of speeds."""
+    """Every cell of the newest `plain` records that have FA3 and cuDNN, with this Triton: TFLOP/s of `hopper`, ratios."""
     speeds = {}
     for dims in ((64, 128), (256,)):
         for row in json.loads(record_of(("backlight", "fa3", "sdpa-cudnn"), dims, triton).read_text())["rows"]:
