@@ -32,6 +32,7 @@ NAMES = Names(
         "triton.experimental.gluon.language._core._unwrap_if_constexpr": Cost(_NO_HOPPER, gpu=True),
         "triton._C.libtriton.ir": Cost(_NO_HOPPER, gpu=True),
         "triton.backends.nvidia.compiler.CUDAOptions": Cost("the Hopper backward is slower with Triton 3.9", gpu=True),
+        "triton.backends.nvidia.compiler.get_ptxas": Cost("records name the ptxas on the path, if any", gpu=True),
     }
 )
 
@@ -97,6 +98,14 @@ ir: Any = NAMES.take("triton._C.libtriton.ir", None)
 # what a launch may ask of the compiler
 _options = NAMES.take("triton.backends.nvidia.compiler.CUDAOptions", None)
 compiler_options: frozenset[str] = frozenset(getattr(_options, "__dataclass_fields__", ()))
+
+
+_assembler = NAMES.take("triton.backends.nvidia.compiler.get_ptxas", None)
+
+
+def assembler() -> str | None:
+    """The ptxas that compiles for Hopper: since 3.9 not the one of that name."""
+    return None if _assembler is None else str(_assembler(90).path)
 
 
 def kernels_lack() -> tuple[str, ...]:

@@ -102,10 +102,13 @@ class Watch:
 
 
 def ptxas() -> str | None:
-    """Version of the assembler that Triton carries, or of the one on the path."""
-    spec = importlib.util.find_spec("triton")
-    carried = Path(spec.origin).parent / "backends/nvidia/bin/ptxas" if spec is not None and spec.origin else None
-    program = str(carried) if carried is not None and carried.is_file() else shutil.which("ptxas")
+    """Version of the assembler that Triton uses, or of the one on the path."""
+    program = None
+    if importlib.util.find_spec("triton") is not None:
+        from backlight._private.triton import assembler
+
+        program = assembler()
+    program = program or shutil.which("ptxas")
     found = re.search(r"V(\d+[\d.]+)", _output([program, "--version"])) if program else None
     return found.group(1) if found else None
 
