@@ -117,7 +117,8 @@ def softcapped(t, factor, gain, addend, V: tl.constexpr, SLOPE: tl.constexpr):
             slope = 1.0 - tanh * tanh
         return tanh * gain + addend, slope
     f2 = factor * factor
-    limit = tl.minimum(NEAR * NEAR / tl.maximum(f2, 1e-30), LARGEST_SQUARE)
+    # constants last: the interpreter takes a constant divided by a number for a constant
+    limit = tl.minimum((1.0 / tl.maximum(f2, 1e-30)) * NEAR * NEAR, LARGEST_SQUARE)
     y = limit * f2
     scale = factor * gain
     # the series around `limit`; its value at t = 0, where w = limit, is exactly `scale`
