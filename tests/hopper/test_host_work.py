@@ -429,7 +429,11 @@ def test_functions_of_a_warmed_call(machine: Machine, blocks: Blocks) -> None:
 
 # --- without the internals of Triton and torch -------------------------------------------------------------------------------
 
-LAUNCHES = [name for name, cost in private_triton.NAMES.costs.items() if "hopper backend" not in cost.without]
+# what is asked of the compiler, which no launch needs
+COMPILER = ["triton.backends.nvidia.compiler.CUDAOptions", "triton.backends.nvidia.compiler.get_ptxas"]
+LAUNCHES = [
+    name for name, cost in private_triton.NAMES.costs.items() if name not in COMPILER and "hopper backend" not in cost.without
+]
 
 
 def door_without(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -473,7 +477,17 @@ def test_launches_without_a_mode_of_torch(machine: Machine, monkeypatch: pytest.
     assert not program._programs
 
 
-@pytest.mark.parametrize("name", [name for name in private_triton.NAMES.costs if name not in LAUNCHES])
+def test_compilations_without_a_name_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked for that this Triton may not have, and a record names no assembler of its."""
+    assert "maxnreg" in private_triton.compiler_options
+    assert private_triton.assembler()
+    options, assembler = COMPILER
+    assert not door_without(options, monkeypatch).compiler_options
+    monkeypatch.undo()
+    assert door_without(assembler, monkeypatch).assembler() is None
+
+
+@pytest.mark.parametrize("name", [name for name in private_triton.NAMES.costs if name not in LAUNCHES + COMPILER])
 def test_kernels_without_a_name_of_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The backend says that it cannot run here, before its kernels are imported."""
     door = door_without(name, monkeypatch)

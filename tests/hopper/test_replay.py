@@ -115,7 +115,7 @@ def test_every_call_launches_once_however_few_maps_are_kept(card: Card, monkeypa
 
 def test_a_kernel_without_descriptors(card: Card) -> None:
     out, other = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-    made = compiled.start(_plain_kernel, (5,), [out, 3], {"BLOCK": 8}, num_warps=1, enable_fp_fusion=True)
+    made = compiled.start(_plain_kernel, (5,), [out, 3], {"BLOCK": 8}, num_warps=1)
     again = replay.Replay(_plain_kernel, made, (5,), [out, 3], {"BLOCK": 8})
     assert again.direct is not None
     again([out])
