@@ -92,14 +92,14 @@ def test_threads_in_blocks_of_their_own() -> None:
 
 def test_a_backward_that_recomputes_finds_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs it runs in a thread of autograd's own, which has entered nothing."""
-    monkeypatch.setattr(contexts, "_graph_task", lambda: 7)
+    monkeypatch.setattr(contexts, "current_graph_task", lambda: 7)
     with contexts.entered(Told("outer")), contexts.entered(Told("inner")):
         assert str(run_in(of_another, attend)) == "inner"
         assert isinstance(run_in(of_python, attend), torch.Tensor), "a backward of a thread that is in no block"
 
 
 def test_a_backward_that_recomputes_does_not_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contexts, "_graph_task", lambda: 7)
+    monkeypatch.setattr(contexts, "current_graph_task", lambda: 7)
 
     def in_a_second_block() -> Any:
         with contexts.entered(Told("second")):

@@ -30,6 +30,11 @@ def doctor(*arguments: str):
     return CliRunner().invoke(command.app, list(arguments), prog_name="backlight doctor")
 
 
+def tight(output: str) -> str:
+    """Without white space: long paths are folded."""
+    return re.sub(r"[\s│]+", "", output)
+
+
 def flat(output: str) -> str:
     return re.sub(r"[\s│]+", " ", output)
 
@@ -80,7 +85,7 @@ def test_an_exception_inside_the_kernel_is_exit_3_with_its_own_line(kernel, name
     shown = flat(result.output)
     assert "COULD NOT RUN" in shown
     assert flat(says) in shown
-    assert re.search(rf"naughty\.py:\d+: .*{re.escape(flat(line))}", shown), shown
+    assert re.search(rf"naughty\.py:\d+:.*{re.escape(tight(line))}", tight(shown)), shown
     assert "Traceback" not in result.output
 
 
@@ -101,7 +106,14 @@ def test_an_exception_at_import_is_exit_3_with_its_own_line(kernel, name):
     assert result.exit_code == 3, result.output
     shown = flat(result.output)
     assert says in shown
-    assert re.search(rf"naughty\.py:2: {re.escape(line)}", shown), shown
+    assert re.search(rf"naughty\.py:2:{re.escape(tight(line))}", tight(shown)), shown
+
+
+def test_a_long_path_is_folded_not_cut(kernel, monkeypatch):
+    monkeypatch.setattr(terminal, "WIDTH", 60)
+    monkeypatch.setenv("COLUMNS", "60")
+    result = doctor(kernel("    return q / (1 // 0)\n"), *SMALL)
+    assert "naughty.py:4:" in tight(result.output)
 
 
 RETURNED = {

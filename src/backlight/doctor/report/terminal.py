@@ -75,7 +75,7 @@ def _shown(report: Report) -> list[Finding]:
 def _verdict(report: Report) -> RenderableType:
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(no_wrap=True)
-    grid.add_column(ratio=1)
+    grid.add_column(ratio=1, overflow="fold")
     grid.add_column(justify="right", no_wrap=True)
     label = Text(f" {words.verdict(report)} ", style=VERDICT_STYLE[report.verdict])
     grid.add_row(label, Text(report.headline, style="bold"), Text(words.top_facts(report)))
