@@ -44,6 +44,58 @@ LARGEST = sys.float_info.max
 Index = TypeVar("Index", int, Tensor)
 
 
+# --- the tensors of a call ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor of a call.
+
+    axes:     what its axes count: batch, heads (of queries), kv_heads, rows, keys, dim, values, distances, borders.
+    optional: the call may come without it.
+    learned:  it has a gradient.
+    like_q:   it has the dtype of q; otherwise any floating-point dtype or, of borders, an integer one.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    optional: bool = True
+    learned: bool = True
+    like_q: bool = False
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether it has rows or keys of its own: packed sequences and shards of a sequence cut it."""
+        return "rows" in self.axes or "keys" in self.axes
+
+
+# terms that a call may have, in the order of every signature
+TERMS = (
+    Input("bias", ("heads", "distances")),
+    Input("sink", ("heads",)),
+    Input("tau", ("heads",)),
+    Input("gate", ("batch", "heads", "rows", "values"), like_q=True),
+)
+TENSORS = (
+    Input("q", ("batch", "heads", "rows", "dim"), optional=False, like_q=True),
+    Input("k", ("batch", "kv_heads", "keys", "dim"), optional=False, like_q=True),
+    Input("v", ("batch", "kv_heads", "keys", "values"), optional=False, like_q=True),
+    *TERMS,
+    Input("cu_seqlens_q", ("borders",), learned=False),
+    Input("cu_seqlens_k", ("borders",), learned=False),
+)
+TERM_NAMES = tuple(term.name for term in TERMS)
+TENSOR_NAMES = tuple(each.name for each in TENSORS)
+# those with a gradient: q, k, v and the terms
+LEARNED = tuple(each.name for each in TENSORS if each.learned)
+GRADIENTS = tuple(f"d{name}" for name in LEARNED)
+# terms that every head has one of, whatever the batch and the lengths
+PER_HEAD = tuple(term.name for term in TERMS if term.axes[0] == "heads")
+
+
+# --- the options of a call ---------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """The mathematics of one attention call (eq. 4-13), without its tensors and without its lengths.
@@ -119,7 +171,7 @@ class AttentionSpec:
     @property
     def terms(self) -> tuple[str, ...]:
         """Names of the learned terms in use, in signature order."""
-        return tuple(name for name in ("bias", "sink", "tau", "gate") if getattr(self, name))
+        return tuple(name for name in TERM_NAMES if getattr(self, name))
 
     def resolve_scale(self, head_dim: int) -> float:
         return head_dim**-0.5 if self.scale is None else self.scale
