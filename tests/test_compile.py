@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import backlight
-from backlight import ops
+from backlight import operators
 from cases import BF16, BY_NAME, FP32, Case, Problem, case_id
 from running import forward, leaves, run
 
@@ -35,7 +35,7 @@ def no_leftovers():
 
 
 def operator_arguments(problem: Problem, requires_grad: bool) -> tuple[object, ...]:
-    args = ops.pack(problem.call, None)
+    args = operators.pack(problem.call, None)
     return tuple(
         x.detach().clone().requires_grad_(requires_grad and x.is_floating_point()) if isinstance(x, Tensor) else x for x in args
     )

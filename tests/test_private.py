@@ -135,7 +135,7 @@ def close(found, wanted):
 def work(taken):
     without(taken)
     import backlight
-    from backlight import ops
+    from backlight import direct
     from backlight._private import torch as private
 
     torch.manual_seed(0)
@@ -172,7 +172,7 @@ def work(taken):
     kept = []
     torch.func.grad(lambda x: (kept.append(x), loss(x))[1])(q.detach())
     right["what a transform leaves"] = close([backlight.attention(kept[0], k, v, causal=True)], [plain])
-    right["what a transform leaves is seen"] = not ops.unobserved((kept[0],))
+    right["what a transform leaves is seen"] = not direct.unobserved((kept[0],))
     single = [x.detach().float() for x in (q, k, v)]
     backlight.attention(*single)
     with torch.autocast("cpu", torch.bfloat16):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import backlight
-from backlight import api, binding, ops
+from backlight import binding, running
 from backlight import call as call_module
 from backlight.call import Call, Memory, read_cu_seqlens
 from backlight.spec import AttentionSpec
@@ -27,13 +27,13 @@ def nothing_bound(monkeypatch: pytest.MonkeyPatch) -> Memory[Any]:
 def bound(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """Calls in the order in which they reach a backend."""
     found: list[Call] = []
-    honest = ops._forward
+    honest = running.forward
 
     def forward(call: Call, backend: str | None, save_u: bool) -> Any:
         found.append(call)
         return honest(call, backend, save_u)
 
-    monkeypatch.setattr(ops, "_forward", forward)
+    monkeypatch.setattr(running, "forward", forward)
     return found
 
 
@@ -41,8 +41,8 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """Calls that were checked."""
     found: list[Call] = []
-    honest = api.check
-    monkeypatch.setattr(api, "check", lambda call: (found.append(call), honest(call))[1])
+    honest = binding.check
+    monkeypatch.setattr(binding, "check", lambda call: (found.append(call), honest(call))[1])
     return found
 
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import backlight
-from backlight import api, ops, registry
+from backlight import api, direct, operators, registry, running
 from backlight.call import Call
 from cases import BY_NAME, FP32, SINGLES, TOGETHER, Case, case_id
 from running import leaves, run
@@ -47,8 +47,8 @@ def qkv(**options: Any) -> list[Tensor]:
 def crossings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Calls that reached a backend below the dispatcher: only its kernels unpack operator arguments."""
     found: list[str] = []
-    honest = ops.unpack
-    monkeypatch.setattr(ops, "unpack", lambda args: (found.append("operator"), honest(args))[1])
+    honest = operators.unpack
+    monkeypatch.setattr(operators, "unpack", lambda args: (found.append("operator"), honest(args))[1])
     return found
 
 
@@ -56,7 +56,7 @@ def crossings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_same_numbers(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = case.make(FP32)
     unobserved = run(problem)
-    monkeypatch.setattr(ops, "unobserved", lambda tensors: False)
+    monkeypatch.setattr(direct, "unobserved", lambda tensors: False)
     through_operators = run(problem)
     assert unobserved.keys() == through_operators.keys()
     for name, value in through_operators.items():
@@ -238,14 +238,14 @@ def test_kernels_start_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPa
         def backward(self, *args: Any) -> Any:
             ran.append(("backward", current[0]))
 
-    monkeypatch.setattr(ops, "current_device", lambda: current[0])
+    monkeypatch.setattr(running, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", OnDevice)
     monkeypatch.setattr(registry, "choose", lambda call, name: Backend())
     for index in (0, 1):
         q = SimpleNamespace(is_cuda=True, device=torch.device("cuda", index), get_device=lambda index=index: index)
-        call = Call(api._bind(*qkv()).spec, q, q, q)
-        ops._forward(call, None, False)
-        ops._backward(call, None, q, q, None, q, None, (True,) * 7)
+        call = Call(api.call_of(*qkv()).spec, q, q, q)
+        running.forward(call, None, False)
+        running.backward(call, None, q, q, None, q, None, (True,) * 7)
     assert ran == [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)]
     assert current == [0]
 

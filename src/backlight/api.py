@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from backlight import ops, registry
+from backlight import direct, operators, registry
 from backlight.arguments import shown
-from backlight.binding import (
-    Window,
-    autocast,
-    batched,
-    check,
-    check_is_tensor,
-    check_ranks,
-    kind_of,
-    make_spec,
-    plain,
-    recall,
-    remember,
-)
+from backlight.binding import Tensors, Window, bind, bind_like_before, tensors_given
 from backlight.call import Call
 from backlight.contexts import Context, blocks, innermost
+from backlight.spec import LEARNED
 
 
 class Options(TypedDict, total=False):
@@ -107,16 +96,7 @@ def attention(
         "softcap": softcap,
         "bias_origin": bias_origin,
     }
-    if return_lse is not True and return_lse is not False:
-        raise _no_flag("return_lse", return_lse)
-    tensors = (q, k, v, bias, sink, tau, gate, None, None)
-    if context is None and not blocks and ops.unobserved(tensors):
-        call = _bind_like_before(tensors, options, backend)
-        y, lse = ops.attention_unobserved(call, backend, return_lse)
-    else:
-        terms = {"bias": bias, "sink": sink, "tau": tau, "gate": gate}
-        y, lse = _run(_bind, (q, k, v), options | terms, backend, context)
-    return (y, lse) if return_lse else y  # type: ignore[return-value]
+    return _attend((q, k, v, bias, sink, tau, gate, None, None), options, False, return_lse, backend, context)
 
 
 @overload
@@ -185,20 +165,44 @@ def attention_varlen(
         "softcap": softcap,
         "bias_origin": bias_origin,
     }
-    if return_lse is not True and return_lse is not False:
-        raise _no_flag("return_lse", return_lse)
     tensors = (q, k, v, bias, sink, tau, gate, cu_seqlens_q, cu_seqlens_k)
-    plain = context is None and not blocks and cu_seqlens_q is not None and ops.unobserved(tensors)
-    if plain and not torch.is_autocast_enabled(q.device.type):
-        # autograd needs to see neither the views that make a batch of one, nor those that make it packed again
-        with torch.no_grad():
-            call = _bind_like_before(tensors, options, backend)
-        y, lse = ops.attention_unobserved(call, backend, return_lse, packed=(q, k, v, bias, sink, tau, gate))
+    return _attend(tensors, options, True, return_lse, backend, context)
+
+
+def _attend(
+    tensors: Tensors, options: dict[str, Any], packed: bool, return_lse: bool, backend: str | None, context: Context | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Both public calls: directly where nothing looks at them, through operators or a context elsewhere."""
+    _check_flag("return_lse", return_lse)
+    if backend is not None:
+        check_backend(backend)
+    if context is not None or blocks:
+        context = innermost(context)
+    if context is None and direct.unobserved(tensors):
+        y, lse = _attend_directly(tensors, options, packed, return_lse, backend)
     else:
-        terms = {"bias": bias, "sink": sink, "tau": tau, "gate": gate}
-        y, lse = _run(_bind_packed, (q, k, v, cu_seqlens_q, cu_seqlens_k), options | terms, backend, context)
-        y, lse = y[0].transpose(0, 1), lse[0]
+        if context is None:
+            y, lse = operators.attention(bind(tensors, options, packed), backend)
+        else:
+            y, lse = context.attention(partial(bind, tensors, options, packed), backend)
+        if packed:
+            y, lse = y[0].transpose(0, 1), lse[0]
     return (y, lse) if return_lse else y  # type: ignore[return-value]
+
+
+def _attend_directly(
+    tensors: Tensors, options: dict[str, Any], packed: bool, return_lse: bool, backend: str | None
+) -> tuple[Tensor, Tensor | None]:
+    if not packed:
+        return direct.attention(bind_like_before(tensors, options, False, backend), backend, return_lse)
+    q = tensors[0]
+    if q is not None and torch.is_autocast_enabled(q.device.type):
+        y, lse = direct.attention(bind(tensors, options, True), backend, True)
+        return y[0].transpose(0, 1), lse[0]  # type: ignore[index]
+    # autograd needs to see neither the views that make a batch of one, nor those that make it packed again
+    with torch.no_grad():
+        call = bind_like_before(tensors, options, True, backend)
+    return direct.attention(call, backend, return_lse, packed=tensors[: len(LEARNED)])
 
 
 @dataclass(frozen=True)
@@ -237,120 +241,53 @@ def explain(
 
     Under a context (`backlight.distributed.context_parallel`): what this rank would do with its blocks; nothing is sent.
     """
-    if return_lse is not True and return_lse is not False:
-        raise _no_flag("return_lse", return_lse)
-    _check_both(cu_seqlens_q, cu_seqlens_k)
-    tensors = (q, k, v) if cu_seqlens_q is None else (q, k, v, cu_seqlens_q, cu_seqlens_k)
-    bind = _bind if cu_seqlens_q is None else _bind_packed
-    context, backend = innermost(context), _known(backend)
+    _check_flag("return_lse", return_lse)
+    check_backend(backend)
+    bound = _binding(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    context = innermost(context)
     if context is None:
-        call = bind(*tensors, **options)
+        call = bound()
         reasons = registry.refusals(call)
     else:
-        call, reasons = context.explain(bind, tensors, options, backend)
+        call, reasons = context.explain(bound, backend)
     wanted = reasons if backend is None else {backend: reasons[backend]}
     chosen = next((name for name, why in wanted.items() if not why), None)
     return Explanation(chosen, None if chosen is None else registry.get(chosen).config(call), reasons)
-
-
-def _run(
-    bind: Callable[..., Call], tensors: tuple[Any, ...], options: dict[str, Any], backend: str | None, context: Context | None
-) -> tuple[Tensor, Tensor]:
-    context = innermost(context)
-    if context is not None:
-        return context.attention(bind, tensors, options, backend)
-    return ops.attention(bind(*tensors, **options), _known(backend))
-
-
-def _bind(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    *,
-    deterministic: bool | None = None,
-    gate: Tensor | None = None,
-    **options: Any,
-) -> Call:
-    check_ranks({"q": q, "k": k, "v": v}, 4, "[B, H, S, D]")
-    spec = make_spec(gate=gate, **options)
-    deterministic = plain(deterministic)
-    if not (deterministic is None or isinstance(deterministic, bool)):
-        raise TypeError(f"deterministic must be a bool or None, got {deterministic!r}")
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    q, k, v, gate = autocast(q, k, v, gate)
-    bias, sink, tau = options.get("bias"), options.get("sink"), options.get("tau")
-    return check(Call(spec, q, k, v, bias, sink, tau, gate, cu_seqlens_q, cu_seqlens_k, deterministic))
-
-
-def _bind_like_before(tensors: tuple[Any, ...], options: dict[str, Any], backend: str | None) -> Call:
-    """`_bind` or `_bind_packed`, with the checks left out where a call of the same kind has passed them."""
-    window = options["window"]
-    kind = kind_of(tensors, (*options.values(), *(window if isinstance(window, tuple) else ()), backend))
-    call = recall(kind, tensors)
-    if call is None:
-        _known(backend)
-        q, k, v, bias, sink, tau, gate, cu_q, cu_k = tensors
-        options = options | {"bias": bias, "sink": sink, "tau": tau, "gate": gate}
-        call = _bind(q, k, v, **options) if cu_q is None else _bind_packed(q, k, v, cu_q, cu_k, **options)
-        remember(kind, tensors, call)
-    return call
-
-
-def _bind_packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None = None,
-    *,
-    gate: Tensor | None = None,
-    **options: Any,
-) -> Call:
-    """Packed [T, H, D] as the batched case B = 1, in place."""
-    check_is_tensor("cu_seqlens_q", cu_seqlens_q)
-    check_ranks({"q": q, "k": k, "v": v} if gate is None else {"q": q, "k": k, "v": v, "gate": gate}, 3, "[T, H, D]")
-    q, k, v, gate = (batched(x) for x in (q, k, v, gate))  # type: ignore[assignment]
-    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    check_is_tensor("cu_seqlens_k", cu_seqlens_k)
-    # kernels read borders one after another; shared ones stay one tensor
-    shared = cu_seqlens_k is cu_seqlens_q
-    cu_seqlens_q = cu_seqlens_q.contiguous()
-    cu_seqlens_k = cu_seqlens_q if shared else cu_seqlens_k.contiguous()
-    return _bind(q, k, v, cu_seqlens_q, cu_seqlens_k, gate=gate, **options)
 
 
 def call_of(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     *,
     backend: str | None = None,
     **options: Any,
 ) -> Call:
     """The call that `attention` or, with cu_seqlens_q, `attention_varlen` makes of these arguments, checked."""
-    _known(backend)
-    _check_both(cu_seqlens_q, cu_seqlens_k)
+    check_backend(backend)
+    bound = _binding(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
     if innermost(None) is not None:
         raise ValueError("this call is one rank's shard of a longer sequence (context_parallel); leave the block first")
-    return _bind(q, k, v, **options) if cu_seqlens_q is None else _bind_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+    return bound()
 
 
-def _no_flag(name: str, value: Any) -> TypeError:
-    # numpy's own is called bool as well
-    return TypeError(f"{name} must be a bool, got {type(value).__module__}.{type(value).__name__}")
-
-
-def _check_both(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:
+def _binding(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, options: dict[str, Any]) -> partial[Call]:
+    """Makes the call of these arguments; terms stand among the options."""
     if cu_seqlens_q is None and cu_seqlens_k is not None:
         raise TypeError("cu_seqlens_q must be given with cu_seqlens_k, got None")
+    options = dict(options)
+    tensors = tensors_given(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    return partial(bind, tensors, options, cu_seqlens_q is not None)
 
 
-def _known(backend: str | None) -> str | None:
+def _check_flag(name: str, value: Any) -> None:
+    if value is not True and value is not False:
+        # numpy's own is called bool as well
+        raise TypeError(f"{name} must be a bool, got {type(value).__module__}.{type(value).__name__}")
+
+
+def check_backend(backend: str | None) -> None:
     if backend is not None and not (isinstance(backend, str) and backend in registry.names()):
         raise ValueError(f"backend must be one of {', '.join(registry.names())} or None, got {shown(backend)}")
-    return backend

@@ -11,14 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")
+from backlight.spec import LEARNED, TENSOR_NAMES, TENSORS
+
 # the axis of heads in each tensor of the two operators
-HEADS = {
-    **dict.fromkeys(("q", "k", "v", "gate", "y", "u", "lse", "dy", "dlse"), 1),
-    **dict.fromkeys(("bias", "sink", "tau"), 0),
-}
-TENSORS = ("q", "k", "v", "bias", "sink", "tau", "gate", *CU_SEQLENS)
-GRADIENTS_OF = TENSORS[:7]
+HEADS = {each.name: place for each in TENSORS for place, axis in enumerate(each.axes) if axis in ("heads", "kv_heads")}
+HEADS |= dict.fromkeys(("y", "u", "lse", "dy", "dlse"), 1)
+BORDERS = TENSOR_NAMES[len(LEARNED) :]
 SAVED = ("y", "lse", "u", "dy", "dlse")
 
 
@@ -26,13 +24,12 @@ def fold(name: str, x: Tensor | None, axis: int | None, size: int) -> Tensor | N
     """A tensor with `size` times its heads: batched along `axis`, or the same for every entry (None)."""
     if x is None or (axis is None and not x.numel()):
         return x
-    if name in CU_SEQLENS:
+    heads = HEADS.get(name)
+    if heads is None:
         if axis is not None:
-            raise NotImplementedError(
-                f"torch.func.vmap over {name} is not supported: pack the sequences of all entries instead"
-            )
+            advice = ": pack the sequences of all entries instead" if name in BORDERS else ", which has no axis of heads"
+            raise NotImplementedError(f"torch.func.vmap over {name} is not supported{advice}")
         return x
-    heads = HEADS[name]
     if axis is None:
         x = x.unsqueeze(heads).expand(*x.shape[:heads], size, *x.shape[heads:])
     else:
@@ -47,17 +44,17 @@ def unfold(x: Tensor, heads: int, size: int) -> tuple[Tensor, int | None]:
 
 def attention(run: Callable[..., Any], size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
     """`size` forwards in one: results and where their new axes are; `run` takes the folded arguments."""
-    count = len(TENSORS)
-    folded = [fold(*entry, size) for entry in zip(TENSORS, args[:count], in_dims[:count], strict=True)]
+    count = len(TENSOR_NAMES)
+    folded = [fold(*entry, size) for entry in zip(TENSOR_NAMES, args[:count], in_dims[:count], strict=True)]
     found = [unfold(x, 1, size) for x in run(*folded, *args[count:])]
     return tuple(x for x, _ in found), tuple(axis for _, axis in found)
 
 
 def attention_backward(run: Callable[..., Any], size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
-    count = len(TENSORS)
+    count = len(TENSOR_NAMES)
     first = len(args) - 1 - len(SAVED)
-    folded = [fold(*entry, size) for entry in zip(TENSORS, args[:count], in_dims[:count], strict=True)]
+    folded = [fold(*entry, size) for entry in zip(TENSOR_NAMES, args[:count], in_dims[:count], strict=True)]
     saved = [fold(*entry, size) for entry in zip(SAVED, args[first:-1], in_dims[first:-1], strict=True)]
     grads = run(*folded, *args[count:first], *saved, args[-1])
-    found = [unfold(x, HEADS[name], size) for name, x in zip(GRADIENTS_OF, grads, strict=True)]
+    found = [unfold(x, HEADS[name], size) for name, x in zip(LEARNED, grads, strict=True)]
     return tuple(x for x, _ in found), tuple(axis for _, axis in found)

@@ -1,12 +1,13 @@
-"""From keyword arguments to one bound `Call`: every check that needs no arithmetic, each with one sentence.
+"""The one way in: from the arguments of a call to a bound `Call`, checked.
 
-A message names the argument, what came and what was expected. Values of cu_seqlens are checked where they are read
-(`call.read_cu_seqlens`), because reading them here would wait for the device.
+`bind` takes the tensors in the order of `spec.TENSORS` and the options by name. `bind_like_before` does the same and leaves out
+the checks where a call of the same kind has passed them.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -15,10 +16,70 @@ from torch import Tensor
 
 from backlight._private.torch import any_autocast
 from backlight.arguments import shown
-from backlight.call import DTYPES, Call, Memory, layout_of
-from backlight.spec import LARGEST, AttentionSpec
+from backlight.call import Call, Memory, call_with, layout_of
+from backlight.checking import check, check_is_tensor, check_ranks
+from backlight.spec import LARGEST, LEARNED, SEQUENCE_OF, TENSOR_NAMES, TENSORS, TERM_NAMES, AttentionSpec
 
 Window = tuple[int | None, int | None]
+# of a call, in the order of `spec.TENSORS`, as they came: packed ones are [T, H, D]
+Tensors = tuple[Any, ...]
+
+# where the borders begin
+FIRST_BORDER = len(LEARNED)
+# which tensors have rows or keys, and which have the dtype of q
+_BY_SEQUENCE = tuple(name in SEQUENCE_OF for name in TENSOR_NAMES)
+_LIKE_Q = tuple(each.like_q for each in TENSORS)
+
+
+def tensors_given(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, options: dict[str, Any]) -> Tensors:
+    """The tensors of a call whose terms stand among its options, which are left without them."""
+    return (q, k, v, *[options.pop(name, None) for name in TERM_NAMES], cu_seqlens_q, cu_seqlens_k)
+
+
+def bind(tensors: Tensors, options: dict[str, Any], packed: bool) -> Call:
+    """The call of batched tensors [B, H, S, D] or packed ones [T, H, D], checked."""
+    return bind_batched(_batch_of_one(tensors) if packed else tensors, options)
+
+
+def bind_batched(tensors: Tensors, options: dict[str, Any]) -> Call:
+    """`bind` for tensors that are [B, H, S, D] already, packed sequences too."""
+    q, k, v, *_ = tensors
+    check_ranks({"q": q, "k": k, "v": v}, 4, "[B, H, S, D]")
+    deterministic = plain(options.get("deterministic"))
+    rest = {name: option for name, option in options.items() if name != "deterministic"}
+    terms = [name for name, x in zip(TENSOR_NAMES, tensors, strict=True) if name in TERM_NAMES and x is not None]
+    spec = make_spec(terms=terms, **rest)
+    if not (deterministic is None or isinstance(deterministic, bool)):
+        raise TypeError(f"deterministic must be a bool or None, got {deterministic!r}")
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return check(call_with(spec, _autocast(tensors), deterministic))
+
+
+def _batch_of_one(tensors: Tensors) -> Tensors:
+    """Packed [T, H, D] as the batched case B = 1, in place; borders of the keys are those of the rows where none came."""
+    *_, cu_q, cu_k = tensors
+    check_is_tensor("cu_seqlens_q", cu_q)
+    given = zip(TENSORS, tensors, strict=True)
+    check_ranks({each.name: x for each, x in given if each.sequence and (x is not None or not each.optional)}, 3, "[T, H, D]")
+    cu_k = cu_q if cu_k is None else cu_k
+    check_is_tensor("cu_seqlens_k", cu_k)
+    # kernels read borders one after another; shared ones stay one tensor
+    shared = cu_k is cu_q
+    cu_q = cu_q.contiguous()
+    return (*batched_all(tensors)[:FIRST_BORDER], cu_q, cu_q if shared else cu_k.contiguous())
+
+
+def batched_all(tensors: Iterable[Any]) -> Tensors:
+    """A call's tensors, those with rows or keys as [1, H, T, D] instead of packed [T, H, D], in place."""
+    return tuple([batched(x) if cut else x for x, cut in zip(tensors, _BY_SEQUENCE, strict=True)])
+
+
+def batched(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.transpose(0, 1)[None]
+
+
+# --- options -----------------------------------------------------------------------------------------------------------------
 
 
 def make_spec(
@@ -27,22 +88,19 @@ def make_spec(
     window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    bias: Tensor | None = None,
     bias_origin: int = 0,
-    sink: Tensor | None = None,
-    tau: Tensor | None = None,
-    gate: Tensor | None = None,
+    terms: Iterable[str] = (),
 ) -> AttentionSpec:
+    """The options, checked; `terms` names the terms that the call has."""
     left, right = _sides(window)
-    causal, left, right, scale, softcap, bias_origin = map(plain, (causal, left, right, scale, softcap, bias_origin))
-    options = (causal, left, right, scale, softcap, bias_origin, bias is not None, sink is not None, tau is not None)
+    options = tuple(map(plain, (causal, left, right, scale, softcap, bias_origin)))
     if torch.compiler.is_compiling():
-        return _new_spec(*options, gate is not None)
+        return _new_spec(*options, *terms)
     try:
-        return _known_spec(*options, gate is not None)
+        return _known_spec(*options, *terms)
     except TypeError:
         # also raised for what cannot be hashed: the sentence for that is in `_new_spec`
-        return _new_spec(*options, gate is not None)
+        return _new_spec(*options, *terms)
 
 
 def plain(option: Any) -> Any:
@@ -61,18 +119,7 @@ def _sides(window: Any) -> tuple[Any, Any]:
     return window[0], window[1]
 
 
-def _new_spec(
-    causal: Any,
-    left: Any,
-    right: Any,
-    scale: Any,
-    softcap: Any,
-    bias_origin: Any,
-    bias: bool,
-    sink: bool,
-    tau: bool,
-    gate: bool,
-) -> AttentionSpec:
+def _new_spec(causal: Any, left: Any, right: Any, scale: Any, softcap: Any, bias_origin: Any, *terms: str) -> AttentionSpec:
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
     for name, number in (("scale", scale), ("softcap", softcap)):
@@ -85,11 +132,8 @@ def _new_spec(
         window=(left, right),
         scale=None if scale is None else float(scale),
         softcap=None if softcap is None else float(softcap),
-        bias=bias,
         bias_origin=bias_origin,
-        sink=sink,
-        tau=tau,
-        gate=gate,
+        **dict.fromkeys(terms, True),
     )
 
 
@@ -99,13 +143,22 @@ _known_spec = lru_cache(maxsize=1024, typed=True)(_new_spec)
 
 # --- calls like one before ---------------------------------------------------------------------------------------------------
 
-# q, k, v, bias, sink, tau, gate, cu_seqlens_q, cu_seqlens_k as they came
-Tensors = tuple[Tensor | None, ...]
 # what was found right: the spec, whether it is deterministic, `Call.layout` and `Call.shared`
 _bound: Memory[tuple[AttentionSpec, bool, tuple[Any, ...], dict[Any, Any]]] = Memory()
 
 
-def kind_of(tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def bind_like_before(tensors: Tensors, options: dict[str, Any], packed: bool, backend: str | None) -> Call:
+    """`bind`, with the checks left out where a call of the same kind has passed them."""
+    window = options["window"]
+    kind = _kind_of(tensors, (*options.values(), *(window if isinstance(window, tuple) else ()), backend))
+    call = _recall(kind, tensors)
+    if call is None:
+        call = bind(tensors, options, packed)
+        _remember(kind, tensors, call)
+    return call
+
+
+def _kind_of(tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """All that checks look at, hashable: calls of one kind are all right or all wrong. None where something has no layout.
 
     options: the rest, in any order that is always the same.
@@ -113,7 +166,7 @@ def kind_of(tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...] | Non
     q, k, v, *_, cu_q, cu_k = tensors
     if q is None:
         return None
-    # quicker than the question about one type of device
+    # asking about every type of device at once is quicker than asking about one
     if any_autocast() and torch.is_autocast_enabled(q.device.type):
         options = (*options, torch.get_autocast_dtype(q.device.type))
     try:
@@ -125,7 +178,7 @@ def kind_of(tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...] | Non
     return (*flags, *options, *map(type, options), *layouts)
 
 
-def recall(kind: tuple[Any, ...] | None, tensors: Tensors) -> Call | None:
+def _recall(kind: tuple[Any, ...] | None, tensors: Tensors) -> Call | None:
     """The bound call of these tensors, if one of its kind was bound before."""
     try:
         known = _bound.get(kind)  # type: ignore[arg-type]
@@ -135,28 +188,22 @@ def recall(kind: tuple[Any, ...] | None, tensors: Tensors) -> Call | None:
     if known is None:
         return None
     spec, deterministic, layout, shared = known
-    q, k, v, bias, sink, tau, gate, cu_q, cu_k = tensors
+    cu_q, cu_k = tensors[FIRST_BORDER:]
     if cu_q is not None:
-        q, k, v, gate = (batched(x) for x in (q, k, v, gate))
-        cu_k = cu_q if cu_k is None else cu_k
-    call = Call(spec, q, k, v, bias, sink, tau, gate, cu_q, cu_k, deterministic)  # type: ignore[arg-type]
+        tensors = (*batched_all(tensors)[:FIRST_BORDER], cu_q, cu_q if cu_k is None else cu_k)
+    call = call_with(spec, tensors, deterministic)
     call._layout, call.shared = layout, shared
     return call
 
 
-def remember(kind: tuple[Any, ...] | None, tensors: Tensors, call: Call) -> None:
+def _remember(kind: tuple[Any, ...] | None, tensors: Tensors, call: Call) -> None:
     """Calls of this kind are right, and bound like this one; not where tensors were cast or copied."""
-    q, k, v, *_, gate, cu_q, cu_k = tensors
-    cast = any(x is not None and x.dtype != call.q.dtype for x in (q, k, v, gate))
+    cu_q, cu_k = tensors[FIRST_BORDER:]
+    cast = any(like_q and x is not None and x.dtype != call.q.dtype for x, like_q in zip(tensors, _LIKE_Q, strict=True))
     copied = cu_q is not call.cu_seqlens_q or (cu_k is not None and cu_k is not call.cu_seqlens_k)
     if kind is not None and not cast and not copied and _hashable(kind):
         call.shared = Memory()
         _bound[kind] = call.spec, call.deterministic, call.layout, call.shared
-
-
-def batched(x: Tensor | None) -> Tensor | None:
-    """Packed [T, H, D] as the case B = 1 of [B, H, S, D], in place."""
-    return None if x is None else x.transpose(0, 1)[None]
 
 
 def _hashable(kind: tuple[Any, ...]) -> bool:
@@ -167,126 +214,16 @@ def _hashable(kind: tuple[Any, ...]) -> bool:
     return True
 
 
-# --- checks ------------------------------------------------------------------------------------------------------------------
+# --- autocast ----------------------------------------------------------------------------------------------------------------
 
 
-def check(call: Call) -> Call:
-    """The call itself, whose q, k, v are tensors of the right rank, once all else that has no arithmetic in it is right."""
-    _check_tensors(call)
-    _check_shapes(call)
-    _check_parameters(call)
-    if call.cu_seqlens_q is not None:
-        _check_cu_seqlens(call)
-    return call
-
-
-def _check_tensors(call: Call) -> None:
-    q, k, v = call.q, call.k, call.v
-    dtype, device = q.dtype, q.device
-    if dtype not in DTYPES:
-        raise TypeError(f"q must be fp16, bf16, fp32 or fp64, got {dtype}")
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name} must have the dtype of q, {dtype}, got {tensor.dtype}")
-        if tensor.device != device:
-            raise ValueError(f"{name} must be on the device of q, {device}, got {tensor.device}")
-
-
-def check_is_tensor(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-    if value.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense tensor (torch.strided), got {value.layout}")
-
-
-def _check_device(name: str, tensor: Tensor, q: Tensor) -> None:
-    if tensor.device != q.device:
-        raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
-
-
-def check_ranks(tensors: dict[str, Any], wanted: int, layout: str) -> None:
-    for name, tensor in tensors.items():
-        check_is_tensor(name, tensor)
-        if tensor.dim() != wanted:
-            raise ValueError(f"{name} must have {wanted} dimensions {layout}, got shape {tuple(tensor.shape)}")
-
-
-def _check_shapes(call: Call) -> None:
-    q, k, v = call.q, call.k, call.v
-    (batch, hq, _, d), (batch_k, hkv, sk, dk), (batch_v, hv, sv, dv) = q.shape, k.shape, v.shape
-    for name, size in (("k", batch_k), ("v", batch_v)):
-        if size != batch:
-            raise ValueError(f"{name} must have the batch size of q, {batch}, got {size}")
-    if hv != hkv:
-        raise ValueError(f"v must have the heads of k, {hkv}, got {hv}")
-    if hq == 0 or hkv == 0:
-        raise ValueError(f"q and k must have at least one head, got {hq} and {hkv}")
-    if hq % hkv:
-        raise ValueError(f"the heads of q must be a multiple of the heads of k, got {hq} and {hkv}")
-    if d == 0 or dv == 0:
-        raise ValueError(f"head dimensions must be at least 1, got {d} for q and k, {dv} for v")
-    if dk != d:
-        raise ValueError(f"k must have the head dimension of q, {d}, got {dk}")
-    if sv != sk:
-        raise ValueError(f"v must have the length of k, {sk}, got {sv}")
-
-
-def _check_parameters(call: Call) -> None:
-    q, hq = call.q, call.q.shape[1]
-    if call.bias is not None:
-        _check_parameter("bias", call.bias, q)
-        if call.bias.dim() != 2 or call.bias.shape[0] != hq or call.bias.shape[1] == 0:
-            raise ValueError(
-                f"bias must be a table [{hq}, n] with one row per query head and n >= 1, got shape {tuple(call.bias.shape)}"
-            )
-    for name in ("sink", "tau"):
-        parameter = getattr(call, name)
-        if parameter is not None:
-            _check_parameter(name, parameter, q)
-            if tuple(parameter.shape) != (hq,):
-                raise ValueError(f"{name} must have shape ({hq},), one per query head, got {tuple(parameter.shape)}")
-    if call.gate is not None:
-        wanted = (*q.shape[:3], call.v.shape[-1])
-        _check_parameter("gate", call.gate, q)
-        if tuple(call.gate.shape) != wanted:
-            shown = wanted if call.cu_seqlens_q is None else (wanted[2], wanted[1], wanted[3])
-            came = call.gate.shape if call.cu_seqlens_q is None else call.gate[0].transpose(0, 1).shape
-            raise ValueError(f"gate must have the shape of the output, {shown}, got {tuple(came)}")
-        if call.gate.dtype != q.dtype:
-            raise TypeError(f"gate must have the dtype of q, {q.dtype}, got {call.gate.dtype}")
-
-
-def _check_parameter(name: str, parameter: Tensor, q: Tensor) -> None:
-    check_is_tensor(name, parameter)
-    if not parameter.dtype.is_floating_point:
-        raise TypeError(f"{name} must have a floating-point dtype, got {parameter.dtype}")
-    _check_device(name, parameter, q)
-
-
-def _check_cu_seqlens(call: Call) -> None:
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        cu = getattr(call, name)
-        check_is_tensor(name, cu)
-        if cu.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name} must be int32 or int64, got {cu.dtype}")
-        if cu.dim() != 1 or cu.shape[0] == 0:
-            raise ValueError(f"{name} must be one-dimensional with at least one entry, got shape {tuple(cu.shape)}")
-        _check_device(name, cu, call.q)
-    assert call.cu_seqlens_q is not None
-    assert call.cu_seqlens_k is not None
-    if call.cu_seqlens_q.shape != call.cu_seqlens_k.shape:
-        raise ValueError(
-            f"cu_seqlens_q and cu_seqlens_k must name the same number of sequences, "
-            f"got {call.cu_seqlens_q.shape[0] - 1} and {call.cu_seqlens_k.shape[0] - 1}"
-        )
-
-
-def autocast(q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """The tensors as `torch.autocast` wants them: like torch's own attention, q, k, v and gate go to the autocast dtype."""
-    device = q.device.type
+def _autocast(tensors: Tensors) -> Tensors:
+    """The tensors as `torch.autocast` wants them: like torch's own attention, those like q go to the autocast dtype."""
+    device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
-        return q, *others
-    return tuple(_cast(x, torch.get_autocast_dtype(device)) for x in (q, *others))
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(_cast(x, dtype) if like_q else x for x, like_q in zip(tensors, _LIKE_Q, strict=True))
 
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

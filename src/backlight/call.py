@@ -6,15 +6,17 @@ oracle read this object, so arguments are listed once, here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from backlight.spec import AttentionSpec, Segment, packed_segments
+from backlight.spec import TENSOR_NAMES, AttentionSpec, Segment, packed_segments
 
 Known = TypeVar("Known")
 
@@ -40,7 +42,8 @@ class Part:
 class Call:
     """q [B,Hq,Sq,D], k [B,Hkv,Sk,D], v [B,Hkv,Sk,Dv], learned terms, and cu_seqlens [Z+1] when sequences are packed.
 
-    Nobody changes one. (`frozen` would say so, and takes as long as a launch to make.)
+    The tensors are those of `spec.TENSORS`, in that order. A call is not changed once it is made. (`frozen=True` would enforce
+    that, but making a frozen instance takes as long as a launch.)
     """
 
     spec: AttentionSpec
@@ -57,7 +60,7 @@ class Call:
     part: Part | None = None
     _segments: tuple[Segment, ...] | None = field(default=None, repr=False)
     _layout: tuple[Any, ...] | None = field(default=None, init=False, repr=False)
-    # what calls of one kind have in common (`binding.recall`), for whoever finds something out about them
+    # what calls of one kind have in common (`binding.bind_like_before`), for whoever finds something out about them
     shared: dict[Any, Any] | None = field(default=None, init=False, repr=False)
 
     @property
@@ -68,12 +71,11 @@ class Call:
         return self._layout
 
     def _find_layout(self) -> tuple[Any, ...]:
-        spec, part = self.spec, self.part
-        terms = (self.bias, self.sink, self.tau, self.gate, self.cu_seqlens_q, self.cu_seqlens_k)
+        part = self.part
         return (
-            *(spec.causal, spec.window, spec.scale, spec.softcap, spec.bias_origin, self.deterministic, self.q.device),
-            *[layout_of(x) for x in (self.q, self.k, self.v)],
-            *[None if x is None else layout_of(x) for x in terms],
+            *_options_of(self.spec),
+            *(self.deterministic, self.q.device),
+            *[None if x is None else layout_of(x) for x in _tensors_of(self)],
             # packed queries and keys with the same borders, which may be one tensor
             self.cu_seqlens_q is self.cu_seqlens_k,
             None if part is None else (True, *[None if x is None else layout_of(x) for x in (part.lse, part.n)]),
@@ -101,6 +103,12 @@ class Call:
     def output_dtype(self) -> torch.dtype:
         """Of y, u, dq, dk and dv: the dtype of q, unless they are parts of sums."""
         return self.q.dtype if self.part is None else self.accumulator_dtype
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What a backend must know to run the call, of `spec.FEATURES`."""
+        packed = ("packed",) if self.varlen else ()
+        return (*self.spec.features, *packed, *(("part",) if self.part is not None else ()))
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -133,6 +141,22 @@ class Call:
             return packed_segments(cu_q, cu_q)
         cu_k = read_cu_seqlens("cu_seqlens_k", self.cu_seqlens_k, sk)
         return packed_segments(cu_q, cu_k)
+
+
+_tensors_of = attrgetter(*TENSOR_NAMES)
+_options_of = attrgetter(*(option.name for option in fields(AttentionSpec)))
+assert tuple(each.name for each in fields(Call))[1 : 1 + len(TENSOR_NAMES)] == TENSOR_NAMES, "Call and spec.TENSORS differ"
+
+
+def call_with(spec: AttentionSpec, tensors: Sequence[Any], deterministic: bool) -> Call:
+    """A call of tensors in the order of `spec.TENSORS`."""
+    return Call(spec, *tensors, deterministic)  # type: ignore[call-arg]
+
+
+def tensors_of(call: Call) -> tuple[Tensor | None, ...]:
+    """The tensors of a call, in the order of `spec.TENSORS`; borders of keys that are those of the rows stand there once."""
+    found = _tensors_of(call)
+    return found if found[-1] is not found[-2] else (*found[:-1], None)
 
 
 class Memory(dict[tuple[Any, ...], Known]):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,15 +23,11 @@ from backlight.call import Call
 class Context(Protocol):
     """Where a sequence lies when this process holds only a part of it: see `backlight.distributed.context_parallel`."""
 
-    def attention(
-        self, bind: Callable[..., Call], tensors: tuple[Any, ...], options: dict[str, Any], backend: str | None
-    ) -> tuple[Tensor, Tensor]:
-        """(y, lse) of this process' rows, differentiable; `bind(*tensors, **options)` makes the call they belong to."""
+    def attention(self, bind: Callable[[], Call], backend: str | None) -> tuple[Tensor, Tensor]:
+        """(y, lse) of this process' rows, differentiable; `bind()` makes the call they belong to, or raises."""
         ...
 
-    def explain(
-        self, bind: Callable[..., Call], tensors: tuple[Any, ...], options: dict[str, Any], backend: str | None
-    ) -> tuple[Call, dict[str, tuple[str, ...]]]:
+    def explain(self, bind: Callable[[], Call], backend: str | None) -> tuple[Call, dict[str, tuple[str, ...]]]:
         """A call such as a backend of this process would get, and every backend's reasons against it."""
         ...
 

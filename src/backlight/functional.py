@@ -13,9 +13,10 @@ from torch import Tensor
 
 from backlight import batching
 from backlight.derivatives import refuse_second, refuse_tangent
+from backlight.spec import LEARNED, TENSOR_NAMES
 
-N_TENSORS, N_SCALARS, N_GRADIENTS = 9, 8, 7
-TAU = batching.TENSORS.index("tau")
+N_TENSORS, N_SCALARS, N_GRADIENTS = len(TENSOR_NAMES), 8, len(LEARNED)
+TAU = TENSOR_NAMES.index("tau")
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -12,28 +12,30 @@ from backlight.call import Call
 from backlight.errors import Unsupported
 
 ORDER = ("hopper", "triton", "tiled")
+# features whose names are not words for a sentence
+NAMED = {"packed": "packed sequences", "part": "parts of a larger problem"}
 
 
 @runtime_checkable
 class Backend(Protocol):
     """What a backend folder exports as `BACKEND`.
 
-    Optional: `again(call, tensors, choice)`, after a forward (tensors = (), choice = save_u) or a backward (tensors = y, lse,
-    u, dy, dlse, choice = needs): a function of `inputs(call)` and those tensors that does the same for every call of that
+    Optional: `replay(call, tensors, choice)`, after a forward (tensors = (), choice = save_u) or a backward (tensors = y, lse,
+    u, dy, dlse, choice = needs): a function of `tensors_of(call)` and those tensors that does the same for every call of that
     layout in which q, k, v are as many different tensors, and returns None when it cannot just now. None: there is none.
     """
 
     name: str
     summary: str
-    # takes calls with `Call.part`: fp32 results that are still to be summed over keys elsewhere
-    parts: bool
+    # the features it knows, of `spec.FEATURES`; "part": fp32 results that are still to be summed over keys elsewhere
+    takes: frozenset[str]
 
     def available(self) -> tuple[str, ...]:
         """Reasons this machine cannot run the backend at all; empty = it can."""
         ...
 
     def why_not(self, call: Call) -> tuple[str, ...]:
-        """Reasons this call cannot run here; empty = it can."""
+        """Reasons this call, whose features the backend takes, cannot run here; empty = it can."""
         ...
 
     def config(self, call: Call) -> object:
@@ -64,26 +66,23 @@ def get(name: str) -> Backend:
 
 def refusals(call: Call) -> dict[str, tuple[str, ...]]:
     """Every backend in order with its reasons against this call; empty reasons = it can run."""
-    return {name: get(name).available() or get(name).why_not(call) for name in ORDER}
+    return {name: why_not(get(name), call) for name in ORDER}
 
 
-def inputs(call: Call) -> tuple[Tensor | None, ...]:
-    """The tensors of a call; borders of keys that are those of the rows stand there once."""
-    cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
-    return call.q, call.k, call.v, call.bias, call.sink, call.tau, call.gate, cu_q, None if cu_k is cu_q else cu_k
+def why_not(backend: Backend, call: Call) -> tuple[str, ...]:
+    """A backend's reasons against a call: the machine's, features that it does not take, its own."""
+    reasons = backend.available()
+    if reasons:
+        return reasons
+    unknown = [feature for feature in call.features if feature not in backend.takes]
+    return tuple(f"does not take {NAMED.get(feature, feature)}" for feature in unknown) or backend.why_not(call)
 
 
 def choose(call: Call, name: str | None) -> Backend:
     """The named backend, or the first that can run the call; raises `Unsupported` with every reason otherwise."""
-    if name is not None:
-        backend = get(name)
-        reasons = backend.available() or backend.why_not(call)
-        if reasons:
-            raise Unsupported({name: reasons})
-        return backend
     refused = {}
-    for candidate in map(get, ORDER):
-        reasons = candidate.available() or candidate.why_not(call)
+    for candidate in map(get, ORDER if name is None else (name,)):
+        reasons = why_not(candidate, call)
         if not reasons:
             return candidate
         refused[candidate.name] = reasons

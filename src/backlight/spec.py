@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -64,9 +64,9 @@ class Input:
     like_q: bool = False
 
     @property
-    def by_rows(self) -> bool:
-        """Whether it has rows or keys of its own: packed sequences and shards of a sequence cut it."""
-        return "rows" in self.axes or "keys" in self.axes
+    def sequence(self) -> str | None:
+        """ "rows" or "keys" where it has an entry for each: packed sequences and shards of a sequence cut it."""
+        return next((axis for axis in ("rows", "keys") if axis in self.axes), None)
 
 
 # terms that a call may have, in the order of every signature
@@ -89,8 +89,12 @@ TENSOR_NAMES = tuple(each.name for each in TENSORS)
 # those with a gradient: q, k, v and the terms
 LEARNED = tuple(each.name for each in TENSORS if each.learned)
 GRADIENTS = tuple(f"d{name}" for name in LEARNED)
-# terms that every head has one of, whatever the batch and the lengths
+# terms that belong to a head alone, whatever the batch and the lengths
 PER_HEAD = tuple(term.name for term in TERMS if term.axes[0] == "heads")
+# those with rows or keys of their own, and which of the two
+SEQUENCE_OF = {each.name: each.sequence for each in TENSORS if each.sequence is not None}
+# what a call may have that a backend must know; a backend declares its own (`Backend.takes`), the registry refuses the rest
+FEATURES = ("causal", "window", "softcap", *TERM_NAMES, "packed", "part")
 
 
 # --- the options of a call ---------------------------------------------------------------------------------------------------
@@ -172,6 +176,13 @@ class AttentionSpec:
     def terms(self) -> tuple[str, ...]:
         """Names of the learned terms in use, in signature order."""
         return tuple(name for name in TERM_NAMES if getattr(self, name))
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What the options ask of a backend, of `FEATURES`."""
+        window = self.window != (None, None)
+        asked = {"causal": self.causal, "window": window, "softcap": self.softcap is not None}
+        return (*(name for name, is_asked in asked.items() if is_asked), *self.terms)
 
     def resolve_scale(self, head_dim: int) -> float:
         return head_dim**-0.5 if self.scale is None else self.scale
@@ -285,6 +296,10 @@ class AttentionSpec:
         """Table columns [c0, c1) that distances of the tile would read; they may lie outside the table."""
         shift = sk - sq + self.bias_origin
         return i0 - (j1 - 1) + shift, (i1 - 1) - j0 + shift + 1
+
+
+_flags = tuple(option.name for option in fields(AttentionSpec) if option.name in TERM_NAMES)
+assert _flags == TERM_NAMES, "AttentionSpec needs a flag for every term, in the order of TERMS"
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,8 +120,8 @@ def strategy_by_bytes(rank: Rank) -> None:
     for window, wanted in ((None, "AllToAll" if rank.world == 4 else "Ring"), ((3, 0), "Ring")):
         context = rank.context(layout="contiguous")
         own = context.shard(q, SEQUENCE)
-        bind = functools.partial(backlight.api._bind, causal=True, window=window)
-        strategy, _, _ = context.prepare(bind, (own, own, own), {}, None)
+        bind = functools.partial(backlight.api.call_of, own, own, own, causal=True, window=window)
+        strategy, _, _ = context.prepare(bind, None)
         assert type(strategy).__name__ == wanted, (window, strategy)
 
 

@@ -9,7 +9,6 @@ import backlight
 from backlight.backends.tiled import TiledBackend
 from backlight.contexts import entered
 from backlight.distributed import ContextParallel
-from backlight.distributed.local import NO_PARTS, ROUNDED
 from backlight.distributed.simulation import Alone
 
 Q = torch.randn(1, 4, 16, 8)
@@ -23,6 +22,9 @@ class Silent(Alone):
     def __getattribute__(self, name: str) -> object:
         assert name in ("rank", "world", "__class__", "exchange"), name
         return super().__getattribute__(name)
+
+
+NO_PARTS = "does not take parts of a larger problem"
 
 
 def context(strategy: str) -> ContextParallel:
@@ -43,20 +45,20 @@ def test_packed_sequences() -> None:
     assert backlight.explain(packed, packed, packed, CU, causal=True, context=context("ring")).chosen == "tiled"
 
 
-def test_a_backend_that_would_round_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chosen by name only, and for elastic parts not at all: as `attention` has it."""
-    monkeypatch.setattr(TiledBackend, "parts", False)
+def test_a_backend_without_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not chosen for blocks, even by name: as `attention` has it."""
+    monkeypatch.setattr(TiledBackend, "takes", TiledBackend.takes - {"part"})
     ring = context("ring")
-    assert backlight.explain(Q, Q, Q, context=ring).reasons["tiled"] == (ROUNDED,)
+    assert backlight.explain(Q, Q, Q, context=ring).reasons["tiled"] == (NO_PARTS,)
     assert backlight.explain(Q, Q, Q, context=ring).chosen is None
-    assert backlight.explain(Q, Q, Q, context=ring, backend="tiled").chosen == "tiled"
+    assert backlight.explain(Q, Q, Q, context=ring, backend="tiled").chosen is None
     assert backlight.explain(Q, Q, Q, context=ring, backend="tiled", tau=TAU).reasons["tiled"] == (NO_PARTS,)
     assert backlight.explain(Q, Q, Q, context=context("all_to_all"), tau=TAU).chosen == "tiled"
     assert backlight.explain(Q, Q, Q, tau=TAU).chosen == "tiled"
 
 
 def test_inside_the_block_of_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TiledBackend, "parts", False)
+    monkeypatch.setattr(TiledBackend, "takes", TiledBackend.takes - {"part"})
     with entered(context("ring")):
         assert backlight.explain(Q, Q, Q).chosen is None
     assert backlight.explain(Q, Q, Q).chosen == "tiled"

@@ -12,7 +12,6 @@ import backlight
 from backlight import registry
 from backlight.backends.tiled import TiledBackend
 from backlight.distributed import ring, simulated_attention
-from backlight.distributed.local import NO_PARTS, ROUNDED
 from backlight.doctor import assert_healthy, diagnose
 from backlight.spec import AttentionSpec
 from cases import BF16, BY_NAME, CASES, FP32, FP64, SINGLES, TOGETHER, Case, Problem, case_id, small
@@ -152,17 +151,17 @@ def test_expanded_dy() -> None:
     torch.testing.assert_close(found, wanted)
 
 
-def test_a_backend_without_parts_refuses_tau(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own normaliser would keep other keys than the whole row's (math.md section 9): a wrong result, not a coarse one."""
-    monkeypatch.setattr(TiledBackend, "parts", False)
+def test_a_backend_without_parts_is_not_given_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would round them and, with tau, keep other keys than the whole row's (math.md section 9): a wrong result."""
+    monkeypatch.setattr(TiledBackend, "takes", TiledBackend.takes - {"part"})
     q, tau = torch.randn(1, 2, 20, 8), torch.full((2,), -0.5)
-    assert simulated_attention(q, q, q, world=2, strategy="ring", backend="tiled").shape == q.shape
+    no_parts = ("does not take parts of a larger problem",)
     with pytest.raises(backlight.Unsupported) as refusal:
         simulated_attention(q, q, q, world=2, strategy="ring")
-    assert refusal.value.reasons["tiled"] == (ROUNDED,)
+    assert refusal.value.reasons["tiled"] == no_parts
     with pytest.raises(backlight.Unsupported) as refusal:
         simulated_attention(q, q, q, tau=tau, world=2, strategy="ring", backend="tiled")
-    assert refusal.value.reasons == {"tiled": (NO_PARTS,)}
+    assert refusal.value.reasons == {"tiled": no_parts}
     # heads are traded instead: no row is cut
     assert simulated_attention(q, q, q, tau=tau, world=2, strategy="all_to_all", backend="tiled").shape == q.shape
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import backlight
 from backlight import api
 from backlight.distributed import ContextParallel, rule, simulate
-from backlight.distributed.autograd import LEARNED, Options, Strategy, backward
+from backlight.distributed.autograd import SHARED, Options, Strategy, backward
 from backlight.distributed.blocks import Shards
 from backlight.distributed.simulation import Alone, Simulated
 from backlight.spec import AttentionSpec
@@ -31,7 +31,7 @@ GEOMETRY = {
 def prepared(rank: Simulated, whole: Tensor, layout: str, strategy: str, options: dict) -> tuple[Strategy, object]:
     context = ContextParallel(rank, layout, strategy)
     own = context.shard(whole, 2)
-    chosen, call, _ = context.prepare(api._bind, (own, own, own), options, None)
+    chosen, call, _ = context.prepare(partial(api.call_of, own, own, own, **options), None)
     return chosen, call
 
 
@@ -52,7 +52,7 @@ def test_bytes_are_those_of_the_rule(layout: str, strategy: str, geometry: str) 
         return forward, rank.bytes_sent - forward
 
     measured = simulate(world, measure)
-    shards = Shards(api._bind(whole, whole, whole, **options).spec, layout, world, 50, 50)
+    shards = Shards(api.call_of(whole, whole, whole, **options).spec, layout, world, 50, 50)
     shape = rule.Shape(batch=2, heads=4, kv_heads=4, d=8, dv=8, element=2)
     assert measured == [(sent_by(shape, shards, r), sent_by(shape, shards, r, True)) for r in range(world)]
 
@@ -94,7 +94,7 @@ def test_learned_gradients_summed_or_left_alone(strategy: str) -> None:
         return list(torch.autograd.grad(y.square().sum(), list(terms.values())))
 
     summed, shares = (simulate(2, partial(gradients, whole)) for whole in (True, False))
-    assert len(summed[0]) == len(LEARNED)
+    assert len(summed[0]) == len(SHARED)
     for first, second, one, other in zip(*summed, *shares, strict=True):
         assert torch.equal(first, second)
         torch.testing.assert_close(one + other, first)
@@ -230,7 +230,7 @@ def test_what_is_compared_when(check: str, steps: str) -> None:
         context = ContextParallel(rank, strategy="ring", check=check)
         for whole in (wholes[0], wholes[0], wholes[1], wholes[1]):
             own = context.shard(whole, 2).detach()
-            strategy, call, _ = context.prepare(api._bind, (own, own, own), {}, None)
+            strategy, call, _ = context.prepare(partial(api.call_of, own, own, own), None)
             y, _, kept = strategy.forward(call)
             options = Options(call.spec, None, None, False, True, context._calls, context._backward_compared)
             backward(strategy, options, tuple(kept), torch.ones_like(y), None, frozenset(("dq",)))

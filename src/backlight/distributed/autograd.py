@@ -8,14 +8,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from backlight.call import Call
+from backlight.call import Call, call_with
 from backlight.derivatives import differentiable_once
 from backlight.distributed.communicator import Communicator
 from backlight.distributed.handshake import agree_backward
-from backlight.spec import AttentionSpec
+from backlight.spec import GRADIENTS, LEARNED, SEQUENCE_OF, AttentionSpec
 
-GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink", "dtau", "dgate")
-LEARNED = ("dbias", "dsink", "dtau")
+# of terms without rows or keys: every rank has a share of them
+SHARED = tuple(f"d{name}" for name in LEARNED if name not in SEQUENCE_OF)
 
 
 class Strategy(Protocol):
@@ -48,12 +48,7 @@ class Options:
     compared: bool = True
 
     def call(self, tensors: tuple[Tensor | None, ...]) -> Call:
-        q, k, v, bias, sink, tau, gate = tensors
-        assert q is not None
-        assert k is not None
-        assert v is not None
-        cu_q, cu_k = self.cu_seqlens_q, self.cu_seqlens_k
-        return Call(self.spec, q, k, v, bias, sink, tau, gate, cu_q, cu_k, self.deterministic)
+        return call_with(self.spec, (*tensors, self.cu_seqlens_q, self.cu_seqlens_k), self.deterministic)
 
 
 def run(strategy: Strategy, call: Call, sum_learned: bool, number: int = 0, compared: bool = True) -> tuple[Tensor, Tensor]:
@@ -61,8 +56,7 @@ def run(strategy: Strategy, call: Call, sum_learned: bool, number: int = 0, comp
     options = Options(
         call.spec, call.cu_seqlens_q, call.cu_seqlens_k, call.deterministic, sum_learned, number=number, compared=compared
     )
-    tensors = (call.q, call.k, call.v, call.bias, call.sink, call.tau, call.gate)
-    return _ContextAttention.apply(strategy, options, *tensors)
+    return _ContextAttention.apply(strategy, options, *[getattr(call, name) for name in LEARNED])
 
 
 def backward(
@@ -81,7 +75,7 @@ def backward(
         # another rank's rows have one, and all-to-all sends them to this one
         dlse = torch.zeros(dy.shape[:-1], dtype=lse.dtype, device=lse.device)
     found = strategy.backward(options.call(tuple(tensors)), y, lse, u, dy, dlse, needs)
-    learned = [name for name in LEARNED if name in needs]
+    learned = [name for name in SHARED if name in needs]
     if learned and options.sum_learned and strategy.communicator.world > 1:
         flat = torch.cat([found[name].reshape(-1) for name in learned])
         strategy.communicator.all_reduce(flat, "backward, gradients of learned terms")

@@ -44,7 +44,7 @@ from backlight.distributed.handshake import (
 )
 from backlight.distributed.heads import AllToAll
 from backlight.distributed.layout import LAYOUTS, assemble, cut, pieces, positions_of
-from backlight.distributed.local import check_backend, refusal, typical_block
+from backlight.distributed.local import check_backend, typical_block
 from backlight.distributed.ring import Ring
 
 CHECKS = ("always", "first")
@@ -136,31 +136,23 @@ class ContextParallel:
     # --- attention -----------------------------------------------------------------------------------------------------------
 
     @torch.compiler.disable
-    def attention(
-        self, bind: Callable[..., Call], tensors: tuple[Any, ...], options: dict[str, Any], backend: str | None
-    ) -> tuple[Tensor, Tensor]:
-        """(y, lse) of this rank's rows; `bind(*tensors, **options)` makes the local call. Called by `backlight.attention`."""
-        strategy, call, placed = self.prepare(bind, tensors, options, backend)
+    def attention(self, bind: Callable[[], Call], backend: str | None) -> tuple[Tensor, Tensor]:
+        """(y, lse) of this rank's rows; `bind()` makes the local call. Called by `backlight.attention`."""
+        strategy, call, placed = self.prepare(bind, backend)
         y, lse = run(strategy, call, self.sum_learned, self._calls, self._backward_compared)
         return placed(y), placed(lse)
 
-    def explain(
-        self, bind: Callable[..., Call], tensors: tuple[Any, ...], options: dict[str, Any], backend: str | None
-    ) -> tuple[Call, dict[str, tuple[str, ...]]]:
+    def explain(self, bind: Callable[[], Call], backend: str | None) -> tuple[Call, dict[str, tuple[str, ...]]]:
         """A call such as this rank's backend gets, and every backend's reasons against it. Nothing is sent."""
-        call, _ = localise(bind(*tensors, **options), self.mesh, self.layout)
-        if self.strategy == "all_to_all":
-            return call, registry.refusals(call)
-        block = typical_block(call)
-        return block, {name: refusal(name, block, named=backend is not None) for name in registry.names()}
+        call, _ = localise(bind(), self.mesh, self.layout)
+        run = call if self.strategy == "all_to_all" else typical_block(call)
+        return run, registry.refusals(run)
 
-    def prepare(
-        self, bind: Callable[..., Call], tensors: tuple[Any, ...], options: dict[str, Any], backend: str | None
-    ) -> tuple[Strategy, Call, Callable[[Tensor], Tensor]]:
+    def prepare(self, bind: Callable[[], Call], backend: str | None) -> tuple[Strategy, Call, Callable[[Tensor], Tensor]]:
         """The strategy all ranks agreed upon, this rank's call, and what makes DTensors of outputs where inputs are some."""
         settings = Settings(self.layout, self.strategy, self.sum_learned, backend)
         try:
-            call, placed = localise(bind(*tensors, **options), self.mesh, self.layout)
+            call, placed = localise(bind(), self.mesh, self.layout)
             mine = signature(call, settings)
             check_backend(call, backend, whole=self.strategy == "all_to_all")
         except Exception:

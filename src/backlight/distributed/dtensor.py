@@ -11,22 +11,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from backlight.call import Call
+from backlight.spec import SEQUENCE_OF, TERM_NAMES
 
 SEQUENCE = 2
 
 
 def localise(call: Call, mesh: DeviceMesh | None, layout: str) -> tuple[Call, Callable[[Tensor], Tensor]]:
     """The call on local tensors, and what turns an output back into a DTensor; plain tensors pass unchanged."""
-    learned: dict[str, Any] = {name: _replicated(name, getattr(call, name)) for name in ("bias", "sink", "tau")}
+    learned: dict[str, Any] = {name: _replicated(name, getattr(call, name)) for name in TERM_NAMES if name not in SEQUENCE_OF}
     if not isinstance(call.q, DTensor):
-        for name in ("k", "v", "gate"):
+        for name in SEQUENCE_OF:
             if isinstance(getattr(call, name), DTensor):
                 raise TypeError(f"{name} is a DTensor but q is not: pass all of them as DTensors or none")
         return replace(call, **learned), _same
     if layout != "contiguous":
         # Shard(2) puts neighbours on one rank; under another layout rows would sit at places that are not theirs
         raise ValueError(f"layout must be contiguous where q, k and v are DTensors, which are sharded so, got {layout!r}")
-    local: dict[str, Any] = {name: _sharded(name, getattr(call, name), mesh) for name in ("q", "k", "v", "gate")}
+    local: dict[str, Any] = {name: _sharded(name, getattr(call, name), mesh) for name in SEQUENCE_OF}
     of_mesh, length = call.q.device_mesh, call.q.shape[SEQUENCE]
 
     def placed(output: Tensor) -> Tensor:

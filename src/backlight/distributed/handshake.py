@@ -6,6 +6,7 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from backlight.call import DTYPES, Call, read_cu_seqlens
 from backlight.distributed.communicator import Communicator
 from backlight.distributed.layout import LAYOUTS, lengths
+from backlight.spec import LEARNED, TERM_NAMES
 
 STEP, BACKWARD, UNSHARD = "options check", "backward check", "unshard"
 # ranks that make different calls must still understand each other, so every message has the same size: the step's name,
@@ -58,6 +60,10 @@ def _bits_words(number: int) -> str:
     return "None" if number == ABSENT else f"{struct.unpack('<d', struct.pack('<q', number))[0]:g}"
 
 
+def _is_given(name: str, call: Call, _: Settings) -> int:
+    return int(getattr(call.spec, name))
+
+
 def _flag_words(number: int) -> str:
     return "given" if number else "not given"
 
@@ -66,16 +72,13 @@ def _text(value: object) -> int:
     return zlib.crc32(repr(value).encode())
 
 
-INPUTS = ("q", "k", "v", "bias", "sink", "tau", "gate")
-
-
 def _gradients(call: Call, _: Settings) -> int:
-    inputs = (getattr(call, name) for name in INPUTS)
+    inputs = (getattr(call, name) for name in LEARNED)
     return sum((x is not None and x.requires_grad) << place for place, x in enumerate(inputs)) * torch.is_grad_enabled()
 
 
 def _gradients_words(number: int) -> str:
-    return " ".join(name for place, name in enumerate(INPUTS) if number >> place & 1) or "nothing"
+    return " ".join(name for place, name in enumerate(LEARNED) if number >> place & 1) or "nothing"
 
 
 # in an order that is the same on every rank
@@ -96,9 +99,8 @@ FIELDS = (
     Field("softcap", lambda c, s: _bits(c.spec.softcap), _bits_words),
     Field("the length of bias", lambda c, s: _optional(None if c.bias is None else c.bias.shape[1]), _optional_words),
     Field("bias_origin", lambda c, s: c.spec.bias_origin),
-    Field("sink", lambda c, s: int(c.spec.sink), _flag_words),
-    Field("tau", lambda c, s: int(c.spec.tau), _flag_words),
-    Field("gate", lambda c, s: int(c.spec.gate), _flag_words),
+    # of bias the length is compared
+    *(Field(name, partial(_is_given, name), _flag_words) for name in TERM_NAMES if name != "bias"),
     Field("cu_seqlens_q", lambda c, s: _text(borders(c)[0]), lambda n: f"values with checksum {n:08x}"),
     Field("cu_seqlens_k", lambda c, s: _text(borders(c)[1]), lambda n: f"values with checksum {n:08x}"),
     Field("deterministic", lambda c, s: int(c.deterministic), lambda n: str(bool(n))),

@@ -18,6 +18,7 @@ from backlight.distributed.blocks import Shards
 from backlight.distributed.communicator import Communicator
 from backlight.distributed.layout import Range, cut, place
 from backlight.distributed.rows import stored
+from backlight.spec import LEARNED, PER_HEAD, SEQUENCE_OF
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,15 @@ class AllToAll:
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """(y, lse, what the backward needs) of this rank's rows."""
-        sent = [x for x in (call.q, call.gate, call.k, call.v) if x is not None]
-        received = self._to_heads(sent, self._sides(call), "forward, sequence to heads")
-        q, *gate, k, v = received
-        bias, sink, tau = (self._own_heads(x) for x in (call.bias, call.sink, call.tau))
-        own = replace(call, q=q, k=k, v=v, bias=bias, sink=sink, tau=tau, gate=gate[0] if gate else None, _segments=None)
+        cut = [name for name in SEQUENCE_OF if getattr(call, name) is not None]
+        sent = [getattr(call, name) for name in cut]
+        received = self._to_heads(sent, [SEQUENCE_OF[name] for name in cut], "forward, sequence to heads")
+        of_heads = {name: self._own_heads(getattr(call, name)) for name in PER_HEAD}
+        own = replace(call, **dict(zip(cut, received, strict=True)), **of_heads, _segments=None)  # type: ignore[arg-type]
         y, lse, u = registry.choose(own, self.backend).forward(own, True)
         (y_rows,) = self._to_rows([y], ["rows"], "forward, heads to sequence")
         (lse_rows,) = self._to_rows([lse[..., None]], ["rows"], "forward, lse")
-        return stored(y_rows, call.q), lse_rows[..., 0], [own.q, own.k, own.v, bias, sink, tau, own.gate, y, lse, u]
+        return stored(y_rows, call.q), lse_rows[..., 0], [*(getattr(own, name) for name in LEARNED), y, lse, u]
 
     def backward(
         self, call: Call, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]
@@ -48,19 +49,15 @@ class AllToAll:
         if dlse is not None:
             dlse = self._to_heads([dlse[..., None]], ["rows"], "backward, dlse to heads")[0][..., 0]
         found = registry.choose(call, self.backend).backward(call, y, lse, u, dy, dlse, needs)
-        sides = {"dq": "rows", "dgate": "rows", "dk": "keys", "dv": "keys"}
-        names = [name for name in sides if name in found]
-        rows = self._to_rows([found[name] for name in names], [sides[name] for name in names], "backward, heads to sequence")
+        names = [f"d{name}" for name in SEQUENCE_OF if f"d{name}" in found]
+        sides = [SEQUENCE_OF[name[1:]] for name in names]
+        rows = self._to_rows([found[name] for name in names], sides, "backward, heads to sequence")
         out = dict(zip(names, rows, strict=True))
         for name in found.keys() - out.keys():
             total = found[name].new_zeros(found[name].shape[0] * self.shards.world, *found[name].shape[1:])
             total[self._heads(len(total))] = found[name]
             out[name] = total.to(call.accumulator_dtype)
         return out
-
-    @staticmethod
-    def _sides(call: Call) -> list[str]:
-        return ["rows", *(["rows"] if call.gate is not None else []), "keys", "keys"]
 
     def _heads(self, heads: int, rank: int | None = None) -> slice:
         rank = self.communicator.rank if rank is None else rank

@@ -11,41 +11,12 @@ from torch import Tensor
 from backlight import registry
 from backlight.call import Call, Part
 from backlight.distributed.blocks import Block
-from backlight.errors import Unsupported
-from backlight.registry import Backend
 from backlight.spec import packed_segments
 
-NO_PARTS = "cannot compute parts of an elastic softmax, which tau under context parallel with strategy 'ring' needs"
-ROUNDED = "rounds the parts of a softmax before they are merged; it runs under context parallel when it is named"
+# what blocks are cut for; a term that is not here needs all keys of a row in one place
+RING_TAKES = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "packed"})
 # v of a forward that is run for its lse alone: as narrow as every backend takes it
 NARROW = 8
-
-
-def backend_for(call: Call, name: str | None) -> Backend:
-    """The named backend or the first that can run the call.
-
-    One that does not know parts would get elastic ones wrong and is never asked for them; others it would round, which is for
-    the caller to choose.
-    """
-    if call.part is None:
-        return registry.choose(call, name)
-    refused = {}
-    for candidate in registry.names() if name is None else (name,):
-        reasons = refusal(candidate, call, named=name is not None)
-        if not reasons:
-            return registry.get(candidate)
-        refused[candidate] = reasons
-    raise Unsupported(refused)
-
-
-def refusal(name: str, block: Call, named: bool) -> tuple[str, ...]:
-    """A backend's reasons against a part; `named`: it was asked for by name."""
-    assert block.part is not None
-    backend, elastic = registry.get(name), block.part.lse is not None
-    reasons = backend.available() or backend.why_not(block)
-    if not reasons and not getattr(backend, "parts", False) and (elastic or not named):
-        return (NO_PARTS if elastic else ROUNDED,)
-    return reasons
 
 
 def check_backend(call: Call, name: str | None, whole: bool) -> None:
@@ -57,7 +28,10 @@ def check_backend(call: Call, name: str | None, whole: bool) -> None:
     if whole:
         registry.choose(call, name)
         return
-    backend_for(typical_block(call), name)
+    unknown = [feature for feature in call.features if feature not in RING_TAKES]
+    if unknown:
+        raise NotImplementedError(f"strategy must be all_to_all for a call with {unknown[0]}, which ring does not take")
+    registry.choose(typical_block(call), name)
 
 
 def typical_block(call: Call) -> Call:
@@ -102,7 +76,7 @@ def block_call(call: Call, block: Block, k: Tensor, v: Tensor, *, gate: bool, pa
 
 def block_forward(call: Call, name: str | None, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """(o, lse, u) of a block."""
-    return backend_for(call, name).forward(call, save_u)
+    return registry.choose(call, name).forward(call, save_u)
 
 
 def block_lse(call: Call, name: str | None) -> Tensor:
@@ -121,7 +95,7 @@ def block_backward(
         needs -= {"dbias"}
     y = dy.new_zeros(1).expand(dy.shape)
     u = y if call.tau is not None else None
-    return backend_for(call, name).backward(call, y, lse.contiguous(), u, dy, -delta, needs)
+    return registry.choose(call, name).backward(call, y, lse.contiguous(), u, dy, -delta, needs)
 
 
 @lru_cache(maxsize=512)

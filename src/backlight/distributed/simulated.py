@@ -6,22 +6,24 @@ others inside one backward thread, so forward and backward of all ranks are one 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from backlight import api
-from backlight.arguments import check_borders, check_flag, check_tensor, check_whole
+from backlight.arguments import check_flag, check_whole
+from backlight.binding import bind_batched
 from backlight.derivatives import differentiable_once
 from backlight.distributed import autograd
-from backlight.distributed.autograd import GRADIENTS, LEARNED, Options, Strategy
+from backlight.distributed.autograd import Options, Strategy
 from backlight.distributed.context import ContextParallel
 from backlight.distributed.layout import assemble
 from backlight.distributed.simulation import Simulated, simulate
+from backlight.spec import GRADIENTS, LEARNED, SEQUENCE_OF, TERM_NAMES
 
 SEQUENCE = 2
-ALONG_SEQUENCE = ("q", "k", "v", "gate")
 
 
 def simulated_attention(
@@ -36,10 +38,6 @@ def simulated_attention(
     strategy: str = "auto",
     backend: str | None = None,
     return_lse: bool = False,
-    bias: Tensor | None = None,
-    sink: Tensor | None = None,
-    tau: Tensor | None = None,
-    gate: Tensor | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`backlight.attention`, or with cu_seqlens `backlight.attention_varlen`, by `world` ranks as threads of this process.
@@ -47,23 +45,13 @@ def simulated_attention(
     It shows that a sharded call is right, not how fast it is: the ranks share one device. Other keywords as in `attention`.
     """
     check_whole("world", world, least=1)
-    packed = cu_seqlens_q is not None
-    tensors = {"q": q, "k": k, "v": v} if gate is None else {"q": q, "k": k, "v": v, "gate": gate}
-    for name, x in tensors.items():
-        check_tensor(name, x, "[T, H, D]" if packed else "[B, H, S, D]")
     check_flag("return_lse", return_lse)
-    if packed:
-        q, k, v, gate = (None if x is None else x.transpose(0, 1)[None] for x in (q, k, v, gate))  # type: ignore[assignment]
-        for name, borders in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-            if borders is not None:
-                check_borders(name, borders)
-        options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k}
     # whatever is wrong with the whole is said once, before it is cut
-    api._bind(q, k, v, bias=bias, sink=sink, tau=tau, gate=gate, **options)
-    api._known(backend)
-    how = (world, layout, strategy, backend, options)
-    y, lse = _SimulatedAttention.apply(how, q, k, v, bias, sink, tau, gate)
-    if packed:
+    call = api.call_of(q, k, v, cu_seqlens_q, cu_seqlens_k, backend=backend, **options)
+    rest = {name: option for name, option in options.items() if name not in TERM_NAMES}
+    how = (world, layout, strategy, backend, (call.cu_seqlens_q, call.cu_seqlens_k), rest)
+    y, lse = _SimulatedAttention.apply(how, *[getattr(call, name) for name in LEARNED])
+    if call.varlen:
         y, lse = y[0].transpose(0, 1), lse[0]
     return (y, lse) if return_lse else y
 
@@ -71,14 +59,15 @@ def simulated_attention(
 class _SimulatedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: tuple[Any, ...], *whole: Tensor | None) -> tuple[Tensor, Tensor]:
-        world, layout, strategy, backend, options = how
-        inputs = dict(zip(("q", "k", "v", "bias", "sink", "tau", "gate"), whole, strict=True))
+        world, layout, strategy, backend, borders, options = how
 
         def forward_of(rank: Simulated) -> tuple[Strategy, Options, list[Tensor | None], Tensor, Tensor]:
             context = ContextParallel(rank, layout, strategy)
-            own = {n: context.shard(x, SEQUENCE) if x is not None and n in ALONG_SEQUENCE else x for n, x in inputs.items()}
-            tensors = tuple(own.pop(name) for name in ("q", "k", "v"))
-            chosen, call, _ = context.prepare(api._bind, tensors, options | own, backend)
+            own = [
+                context.shard(x, SEQUENCE) if x is not None and name in SEQUENCE_OF else x
+                for name, x in zip(LEARNED, whole, strict=True)
+            ]
+            chosen, call, _ = context.prepare(partial(bind_batched, (*own, *borders), options), backend)
             with torch.no_grad():
                 y, lse, kept = chosen.forward(call)
             fixed = Options(call.spec, call.cu_seqlens_q, call.cu_seqlens_k, call.deterministic, sum_learned=True)
@@ -113,4 +102,4 @@ class _SimulatedAttention(torch.autograd.Function):
 
 
 def _whole(name: str, parts: list[Any], layout: str) -> Tensor:
-    return parts[0] if name in LEARNED else assemble(parts, SEQUENCE, layout)
+    return assemble(parts, SEQUENCE, layout) if name[1:] in SEQUENCE_OF else parts[0]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def check_factory(backend: Any, device: Any, dtype: Any) -> None:
     """The arguments of a layer that do not touch its mathematics."""
-    api._known(backend)
+    api.check_backend(backend)
     if not (dtype is None or dtype in FLOATS):
         raise TypeError(f"dtype must be fp16, bf16, fp32, fp64 or None, got {shown(dtype)}")
     if device is None:

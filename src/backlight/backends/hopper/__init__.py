@@ -64,8 +64,8 @@ _reasons: Memory[tuple[str, ...]] = Memory()
 
 class HopperBackend:
     name = "hopper"
-    parts = False
     summary = "Hopper GPUs (sm_90), fp16 bf16: TMA and wgmma, FlashAttention-3's structure"
+    takes = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "packed"})
 
     def available(self) -> tuple[str, ...]:
         return missing()
@@ -90,8 +90,6 @@ class HopperBackend:
                 reasons.append(f"head dimension {width} of {name} is above {MAX_HEAD_DIM}")
             if width % 8 or width == 0:
                 reasons.append(f"head dimension {width} of {name} is not a multiple of 8")
-        if getattr(call, "part", None) is not None:
-            reasons.append("parts of a larger problem are not supported")
         if spec.tau and call.v.shape[-1] > MAX_TAU_DIM:
             reasons.append(f"tau with head dimension {call.v.shape[-1]} of v above {MAX_TAU_DIM}")
         if call.q.shape[0] * call.q.shape[1] * (call.q.shape[2] + ROW_BLOCK) >= MAX_ROWS:
@@ -127,7 +125,7 @@ class HopperBackend:
         _, backward, replayed, _ = host()
         return replayed(backward, call, (y, lse, u, dy, dlse), needs)
 
-    def again(self, call: Call, tensors: tuple[Tensor | None, ...], choice: Any) -> Callable[..., Any] | None:
+    def replay(self, call: Call, tensors: tuple[Tensor | None, ...], choice: Any) -> Callable[..., Any] | None:
         """The program of a direction; borders of packed sequences are values, which a program does not check."""
         if call.varlen:
             return None

@@ -18,7 +18,7 @@ from torch import Tensor
 from backlight._private.torch import DispatchMode, NoMode, empty_strided_cuda
 from backlight._private.triton import heard, stream_of
 from backlight.backends.replaying.replay import Replay, tensors_among
-from backlight.call import Call, Memory, layout_of
+from backlight.call import Call, Memory, layout_of, tensors_of
 from backlight.config import overridden
 
 aten = torch.ops.aten
@@ -240,11 +240,8 @@ def known(
 
 
 def _inputs(call: Call, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    # borders of keys that are those of the rows stand there once
-    cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
-    terms = (call.bias, call.sink, call.tau, call.gate)
     part = () if call.part is None else (call.part.lse, call.part.n)
-    return (call.q, call.k, call.v, *terms, cu_q, None if cu_k is cu_q else cu_k, *tensors, *part)
+    return (*tensors_of(call), *tensors, *part)
 
 
 def _key(

@@ -50,7 +50,7 @@ def setting(dtype: torch.dtype) -> bool | None:
 class TritonBackend:
     name = "triton"
     summary = "portable GPU kernels, fp16 bf16 fp32, every variant"
-    parts = True
+    takes = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "packed", "part"})
 
     def available(self) -> tuple[str, ...]:
         if not installed():
@@ -96,7 +96,7 @@ class TritonBackend:
             else replayed(backward, call, tensors, needs, setting(call.q.dtype))
         )
 
-    def again(self, call: Call, tensors: tuple[Tensor | None, ...], choice: Any) -> Callable[..., Any] | None:
+    def replay(self, call: Call, tensors: tuple[Tensor | None, ...], choice: Any) -> Callable[..., Any] | None:
         """The program of a direction; borders of packed sequences are values, which a program does not check."""
         if call.varlen or call.part is not None or interpreting():
             return None

@@ -1,0 +1,129 @@
+"""A bound call without operators, for when nothing but autograd looks at it.
+
+Crossing the dispatcher four times costs more host time than everything else in a small call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backlight import functional, operators, running
+from backlight._private.torch import (
+    apply_of,
+    dispatch_modes,
+    forward_mode,
+    function_modes,
+    is_batched,
+    is_wrapped,
+    profiling,
+    tracing,
+    transforms_active,
+)
+from backlight.binding import batched, batched_all
+from backlight.call import Call, call_with, tensors_of
+from backlight.spec import GRADIENTS, LEARNED, SEQUENCE_OF
+
+
+class _Direct(torch.autograd.Function):
+    """On bound calls; the tensors that autograd must see come beside the call, packed where the caller's are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, backend: str | None, return_lse: bool, *tensors: Tensor | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        y, lse, u = running.forward(call, backend, True)
+        if _is_packed(tensors):
+            # results, not views of something: in-place changes are seen
+            y, lse = _packed(y).detach(), lse[0].detach()
+        ctx.save_for_backward(*tensors, call.cu_seqlens_q, call.cu_seqlens_k, y, lse, u)
+        ctx.options = call.spec, call.deterministic, backend, call.shared
+        # a second output costs the engine more than it costs us to leave it out
+        return (y, lse) if return_lse else y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
+        return _gradients(ctx, dy, dlse)
+
+
+def _gradients(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    *tensors, y, lse, u = saved
+    needs = ctx.needs_input_grad[3:]
+    if dy is None:
+        if dlse is None:
+            return (None,) * (3 + len(GRADIENTS))
+        dy = torch.zeros_like(y)
+    # with gradients enabled (create_graph=True) autograd looks too: at gradients, which have none of their own
+    packed, observed = _is_packed(saved), torch.is_grad_enabled() or not unobserved((*saved, dy, dlse))
+    if packed:
+        tensors = batched_all(tensors)
+        y, dy = batched(y), batched(dy)
+        lse, dlse = (None if x is None else x[None] for x in (lse, dlse))
+    spec, deterministic, backend, shared = ctx.options
+    call = call_with(spec, tensors, deterministic)
+    call.shared = shared
+    if observed:
+        args = (*operators.pack(call, backend), y, lse, y.new_empty(0) if u is None else u, dy, dlse, list(needs))
+        run = functional.AttentionBackward.apply if operators.transformed() else torch.ops.backlight.attention_backward
+        found = run(*args)
+        grads = {name: grad for name, grad, need in zip(GRADIENTS, found, needs, strict=True) if need}
+    else:
+        grads = running.backward(call, backend, y, lse, u, dy, dlse, needs)  # type: ignore[arg-type]
+    if packed:
+        grads = {name: _packed(grad) if name[1:] in SEQUENCE_OF else grad for name, grad in grads.items()}
+    return (None, None, None, *map(grads.get, GRADIENTS))
+
+
+def _is_packed(tensors: Sequence[Any]) -> bool:
+    return tensors[0].dim() == 3
+
+
+def _packed(x: Tensor) -> Tensor:
+    """[1, H, T, D] as [T, H, D], in place."""
+    return x[0].transpose(0, 1)
+
+
+def unobserved(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether nothing but autograd looks at operators on these tensors."""
+    if (
+        torch.compiler.is_compiling()
+        or dispatch_modes()
+        or function_modes()
+        or transforms_active()
+        or tracing()
+        or profiling()
+        or forward_mode._current_level >= 0
+    ):
+        return False
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) not in PLAIN or x.is_meta or is_wrapped(x) or is_batched(x):
+            return False
+    return True
+
+
+PLAIN = (Tensor, torch.nn.Parameter)
+# the checks of `Function.apply` are those of `unobserved`
+_apply_direct = apply_of(_Direct)
+
+
+def attention(
+    call: Call, backend: str | None, return_lse: bool, packed: tuple[Tensor | None, ...] = ()
+) -> tuple[Tensor, Tensor | None]:
+    """(y, lse) of a bound call, differentiable, without operators; lse only where it is wanted.
+
+    packed: the caller's tensors up to the borders, where those of the call are views that autograd has not seen; results are
+    packed too.
+    """
+    tensors = packed or tensors_of(call)[: len(LEARNED)]
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        found = _apply_direct(call, backend, return_lse, *tensors)
+        return found if return_lse else (found, None)
+    y, lse, _ = running.forward(call, backend, False)
+    return (_packed(y), lse[0]) if packed else (y, lse)

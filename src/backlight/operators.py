@@ -1,0 +1,156 @@
+"""The two operators, their shapes for the compiler, and the autograd glue between them.
+
+`backlight::attention` runs a backend's forward, `backlight::attention_backward` its backward. A spec crosses the operator
+boundary as plain scalars (`SCALARS`), packed and unpacked only here. Operators are for what looks at a call before it runs:
+compilers, transforms, modes, tensor subclasses, profilers. Where nothing does, `direct` calls the backend without them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backlight import batching, functional, running
+from backlight._private.torch import forward_mode, tracing, transforms_active
+from backlight.call import Call
+from backlight.derivatives import NO_TANGENT, refuse_second
+from backlight.spec import GRADIENTS, LEARNED, TENSOR_NAMES, TENSORS, TERM_NAMES, AttentionSpec
+
+SCHEMA = ", ".join(f"Tensor{'?' if each.optional else ''} {each.name}" for each in TENSORS)
+SCALARS = "bool causal, int? left, int? right, float? scale, float? softcap, int bias_origin, bool deterministic, str? backend"
+_library = torch.library.Library("backlight", "DEF")
+_library.define(f"attention({SCHEMA}, {SCALARS}, bool save_u) -> (Tensor, Tensor, Tensor)")
+_library.define(
+    f"attention_backward({SCHEMA}, {SCALARS}, Tensor y, Tensor lse, Tensor u, Tensor dy, Tensor? dlse, bool[] needs)"
+    f" -> ({', '.join(['Tensor'] * len(GRADIENTS))})"
+)
+
+
+def pack(call: Call, backend: str | None) -> tuple[Any, ...]:
+    """The operator's arguments up to `save_u`: tensors, then scalars."""
+    spec = call.spec
+    return (
+        *[getattr(call, name) for name in TENSOR_NAMES],
+        *(spec.causal, *spec.window, spec.scale, spec.softcap, spec.bias_origin, call.deterministic, backend),
+    )
+
+
+def unpack(args: tuple[Any, ...]) -> tuple[Call, str | None]:
+    tensors = dict(zip(TENSOR_NAMES, args, strict=False))
+    causal, left, right, scale, softcap, bias_origin, deterministic, backend = args[len(TENSOR_NAMES) :]
+    spec = AttentionSpec(
+        causal=causal,
+        window=(left, right),
+        scale=scale,
+        softcap=softcap,
+        bias_origin=bias_origin,
+        **{name: tensors[name] is not None for name in TERM_NAMES},
+    )
+    return Call(spec, **tensors, deterministic=deterministic), backend
+
+
+# --- backends ----------------------------------------------------------------------------------------------------------------
+
+
+def _attention(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *call_args, save_u = args
+    call, backend = unpack(tuple(call_args))
+    y, lse, u = running.forward(call, backend, save_u)
+    return y, lse, y.new_empty(0) if u is None else u
+
+
+def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
+    *call_args, y, lse, u, dy, dlse, needs = args
+    call, backend = unpack(tuple(call_args))
+    grads = running.backward(call, backend, y, lse, u if call.tau is not None else None, dy, dlse, tuple(needs))
+    return tuple(grads[name] if name in grads else y.new_empty(0) for name in GRADIENTS)
+
+
+_library.impl("attention", _attention, "CompositeExplicitAutograd")
+_library.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_vmap("backlight::attention", lib=_library)
+def _attention_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    return batching.attention(torch.ops.backlight.attention, info.batch_size, in_dims, args)
+
+
+@torch.library.register_vmap("backlight::attention_backward", lib=_library)
+def _attention_backward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    return batching.attention_backward(torch.ops.backlight.attention_backward, info.batch_size, in_dims, args)
+
+
+# --- shapes for fake tensors -------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("backlight::attention", lib=_library)
+def _attention_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *call_args, save_u = args
+    call, _ = unpack(tuple(call_args))
+    y, lse = empty_outputs(call)
+    return y, lse, torch.empty_like(y) if save_u and call.tau is not None else y.new_empty(0)
+
+
+@torch.library.register_fake("backlight::attention_backward", lib=_library)
+def _attention_backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    *call_args, y, _lse, _u, _dy, _dlse, needs = args
+    call, _ = unpack(tuple(call_args))
+    inputs = [getattr(call, name) for name in LEARNED]
+    return tuple(
+        torch.empty_like(x) if need and x is not None else y.new_empty(0) for x, need in zip(inputs, needs, strict=True)
+    )
+
+
+def empty_outputs(call: Call) -> tuple[Tensor, Tensor]:
+    """Uninitialised (y, lse) of a call: y in the dimension order of q's strides, lse contiguous."""
+    dv = call.v.shape[-1]
+    y = torch.empty_like(call.q) if dv == call.q.shape[-1] else call.q.new_empty(*call.q.shape[:3], dv)
+    return y, call.q.new_empty(call.q.shape[:3], dtype=call.accumulator_dtype)
+
+
+# --- autograd ----------------------------------------------------------------------------------------------------------------
+
+
+def _attention_gradients(ctx: Any, dy: Tensor | None, dlse: Tensor | None, _du: None) -> tuple[Any, ...]:
+    return functional.gradients(ctx, dy, dlse, torch.ops.backlight.attention_backward)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    functional.keep(ctx, inputs, output)
+
+
+torch.library.register_autograd("backlight::attention", _attention_gradients, setup_context=_keep, lib=_library)
+# without it torch would take gradients for constants
+torch.library.register_autograd("backlight::attention_backward", refuse_second, lib=_library)
+
+
+def transformed() -> bool:
+    """Whether torch.func or forward mode is at work, or may be: operators are followed through one level of it alone.
+
+    Without a look at `is_compiling`: where a graph breaks, compilers take this function by itself, and say yes in it.
+    """
+    # what traces holds operators
+    return bool(transforms_active() or forward_mode._current_level >= 0) and not tracing()
+
+
+# --- the call ----------------------------------------------------------------------------------------------------------------
+
+
+def attention(call: Call, backend: str | None) -> tuple[Tensor, Tensor]:
+    """(y, lse) of a bound call, differentiable, through the operators."""
+    args = pack(call, backend)
+    compiling = torch.compiler.is_compiling()
+    if transforms_active() if compiling else transformed():
+        from backlight import in_graph
+
+        y, lse, _ = (in_graph.attention if compiling else in_graph.attention_outside)(*args)
+    elif compiling and forward_mode._current_level >= 0:
+        # a tangent is not followed through a graph; where there may be breaks in it, there may also be no tangent
+        raise NotImplementedError(NO_TANGENT)
+    else:
+        # u is needed by the backward alone
+        wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[: len(LEARNED)])
+        y, lse, _ = torch.ops.backlight.attention(*args, call.tau is not None and wanted)
+    return y, lse
