@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from backlight import api
-from backlight.arguments import check_flag, check_whole
+from backlight.arguments import check_borders, check_flag, check_tensor, check_whole
 from backlight.binding import bind_batched
 from backlight.derivatives import differentiable_once
 from backlight.distributed import autograd
@@ -46,6 +46,12 @@ def simulated_attention(
     """
     check_whole("world", world, least=1)
     check_flag("return_lse", return_lse)
+    given = {"q": q, "k": k, "v": v} | {name: options[name] for name in SEQUENCE_OF if options.get(name) is not None}
+    for name, x in given.items():
+        check_tensor(name, x, "[B, H, S, D]" if cu_seqlens_q is None else "[T, H, D]")
+    for name, borders in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if borders is not None:
+            check_borders(name, borders)
     # whatever is wrong with the whole is said once, before it is cut
     call = api.call_of(q, k, v, cu_seqlens_q, cu_seqlens_k, backend=backend, **options)
     rest = {name: option for name, option in options.items() if name not in TERM_NAMES}
