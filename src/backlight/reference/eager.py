@@ -14,8 +14,9 @@ from torch import Tensor
 from backlight.call import Call
 from backlight.reference.oracle import Oracle
 from backlight.reference.trace import Trace
+from backlight.spec import PER_HEAD
 
-UNROUNDED = ("lse", "delta", "p_sink", "m", "dbias", "dsink", "dtau")
+UNROUNDED = ("lse", "delta", "p_sink", "m", *(f"d{name}" for name in PER_HEAD))
 
 
 def eager(call: Call, dy: Tensor | None = None, dlse: Tensor | None = None, keep: Iterable[str] | None = None) -> Trace:

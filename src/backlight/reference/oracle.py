@@ -15,7 +15,7 @@ from torch import Tensor
 
 from backlight.call import Call
 from backlight.reference.trace import BACKWARD, FORWARD, STAGES, Stage, Trace, Values
-from backlight.spec import Segment
+from backlight.spec import PER_HEAD, TENSORS, TERMS, Input, Segment
 
 Rounding = Callable[[str, Tensor], Tensor]
 
@@ -23,11 +23,17 @@ MATRICES = ("x", "capped", "s", "p", "m", "a", "dp", "ds", "dx")
 ROWS = ("lse", "p_sink", "delta")
 ROW_VECTORS = ("o", "u", "y", "do", "dgate", "dq")
 KEY_VECTORS = ("dk", "dv")
-PARAMETERS = ("dbias", "dsink", "dtau")
+PARAMETERS = tuple(f"d{name}" for name in PER_HEAD)
 
 
 def _exact(name: str, value: Tensor) -> Tensor:
     return value
+
+
+def _part_of(each: Input, call: Call, at: Mapping[str, int | slice]) -> Tensor | None:
+    """What one head of one segment sees of a tensor."""
+    tensor = getattr(call, each.name)
+    return None if tensor is None else tensor[tuple(at.get(axis, slice(None)) for axis in each.axes)]
 
 
 def _head_of_group(h: int, group: int) -> int:
@@ -56,6 +62,9 @@ class Oracle:
         keep: Iterable[str] | None = None,
     ) -> Trace:
         """Forward, and backward too when `dy` or `dlse` is given. `keep` names the quantities to return; None = all."""
+        for term in call.spec.terms:
+            if not any(term in stage.reads for stage in self.stages.values()) or f"d{term}" not in self.stages:
+                raise NotImplementedError(f"the oracle has no stages for {term}: its mathematics belongs in reference/trace.py")
         backward = dy is not None or dlse is not None
         names = [name for name in self.stages if name in FORWARD or (backward and name in BACKWARD)]
         kept = list(names if keep is None else [name for name in names if name in set(keep)])
@@ -96,14 +105,9 @@ class Oracle:
             }
             for h in range(call.q.shape[1]):
                 g = self.kv_head(h, call.group)
+                at: dict[str, int | slice] = {"batch": b, "heads": h, "kv_heads": g, "rows": rows, "keys": keys}
                 inputs = geometry | {
-                    "q": cast(call.q[b, h, rows]),
-                    "k": cast(call.k[b, g, keys]),
-                    "v": cast(call.v[b, g, keys]),
-                    "bias": None if call.bias is None else cast(call.bias[h]),
-                    "sink": None if call.sink is None else cast(call.sink[h]),
-                    "tau": None if call.tau is None else cast(call.tau[h]),
-                    "gate": None if call.gate is None else cast(call.gate[b, h, rows]),
+                    **{each.name: cast(_part_of(each, call, at)) for each in TENSORS if each.learned},
                     "dy": None if dy is None else cast(dy[b, h, rows]),
                     "dlse": None if dlse is None else self._finite_rows(cast(dlse[b, h, rows]), h, segment, call),
                 }
@@ -128,10 +132,10 @@ class Oracle:
             shape = (batch, hq, sq, d if name == "dq" else dv)
         elif name in KEY_VECTORS:
             shape = (batch, call.k.shape[1], sk, d if name == "dk" else dv)
-        elif name == "dbias":
-            shape = (hq, 0 if call.bias is None else call.bias.shape[1])
         else:
-            shape = (hq,)
+            term = next(term for term in TERMS if name == f"d{term.name}")
+            given = getattr(call, term.name)
+            shape = (hq, *[0 for _ in term.axes[1:]]) if given is None else tuple(given.shape)
         return torch.full(shape, -torch.inf if name == "s" else 0.0, dtype=self.dtype, device=call.q.device)
 
     def _place(self, out: Tensor, name: str, value: Tensor, b: int, h: int, segment: Segment, call: Call) -> None:

@@ -30,6 +30,7 @@ from backlight.backends.tiled.primitives import (
 )
 from backlight.call import Call
 from backlight.config import Config
+from backlight.spec import PER_HEAD, SEQUENCE_OF
 
 SCORE_GRADIENTS = frozenset({"dq", "dk", "dbias"})
 
@@ -37,9 +38,9 @@ SCORE_GRADIENTS = frozenset({"dq", "dk", "dbias"})
 def backward(
     call: Call, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]
 ) -> dict[str, Tensor]:
-    inputs = {"dq": call.q, "dk": call.k, "dv": call.v, "dgate": call.gate}
+    inputs = {f"d{name}": getattr(call, name) for name in SEQUENCE_OF}
     out = {name: torch.empty_like(x, dtype=call.output_dtype) for name, x in inputs.items() if name in needs and x is not None}
-    parameters = {"dbias": call.bias, "dsink": call.sink, "dtau": call.tau}
+    parameters = {f"d{name}": getattr(call, name) for name in PER_HEAD}
     sums = {
         name: torch.zeros_like(x, dtype=call.accumulator_dtype)
         for name, x in parameters.items()
@@ -49,7 +50,7 @@ def backward(
     workspace = Workspace(config.heads * call.group * config.block_m * config.block_n, call.q.detach(), call.accumulator_dtype)
     for slab in slabs(call, config):
         _backward_slab(_Incoming(y, lse, u, dy, dlse), call, slab, config, workspace, out, sums)
-    return out | {name: total.to(parameters[name].dtype) for name, total in sums.items()}  # type: ignore[union-attr]
+    return out | {name: total.to(parameters[name].dtype) for name, total in sums.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,135 @@
+"""docs/adding-a-variant.md, walked: a made-up term is added to a copy of the package, and every place takes or refuses it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "adding-a-variant.md"
+MOST_FILES = 12
+
+# file -> what is found there and what stands there afterwards, every time it is found; the term is called `pull`
+ROW = ("spec.py", '    Input("tau", ("heads",)),\n', '    Input("tau", ("heads",)),\n    Input("pull", ("heads",)),\n')
+FLAG = ("spec.py", "    tau: bool = False\n", "    tau: bool = False\n    pull: bool = False\n")
+FIELD = ("call.py", "    tau: Tensor | None = None\n", "    tau: Tensor | None = None\n    pull: Tensor | None = None\n")
+KEYWORDS = ("api.py", "    tau: Tensor | None = None,\n", "    tau: Tensor | None = None,\n    pull: Tensor | None = None,\n")
+PASSED = ("api.py", "sink, tau, gate,", "sink, tau, pull, gate,")
+DECLARED = (ROW, FLAG, FIELD, KEYWORDS, PASSED)
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    shutil.copytree(ROOT / "src" / "backlight", tmp_path / "backlight", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def edit(package: Path, *edits: tuple[str, str, str]) -> None:
+    for name, old, new in edits:
+        path = package / "backlight" / name
+        source = path.read_text()
+        assert old in source, f"{name} has no {old!r}: docs/adding-a-variant.md and this test describe another package"
+        path.write_text(source.replace(old, new))
+
+
+def run(package: Path, code: str) -> str:
+    """What a script prints with that copy of the package; its error where it fails."""
+    head = "import torch, backlight\nfrom torch import randn\nq, pull = randn(1, 2, 6, 4), randn(2)\n"
+    environment = {**os.environ, "PYTHONPATH": str(package)}
+    done = subprocess.run([sys.executable, "-c", head + code], env=environment, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def refused(package: Path, code: str) -> str:
+    """The sentence of the error that a script ends with."""
+    return run(package, code).strip().splitlines()[-1]
+
+
+def test_a_row_alone_does_not_import(package: Path) -> None:
+    edit(package, ROW)
+    assert "AttentionSpec needs a flag for every term" in run(package, "")
+
+
+def test_a_flag_alone_does_not_import(package: Path) -> None:
+    edit(package, ROW, FLAG)
+    assert "Call and spec.TENSORS differ" in run(package, "")
+
+
+def test_a_shape_nobody_checks_does_not_import(package: Path) -> None:
+    edit(package, *DECLARED, ("spec.py", 'Input("pull", ("heads",))', 'Input("pull", ("heads", "keys"))'))
+    assert "no check for the shape of ['pull']" in run(package, "")
+
+
+def test_every_backend_refuses_what_it_does_not_declare(package: Path) -> None:
+    edit(package, *DECLARED)
+    found = run(package, "print(backlight.explain(q, q, q, pull=pull))")
+    assert "tiled: does not take pull" in found
+    code = "from backlight import registry; from backlight.api import call_of\ncall = call_of(q, q, q, pull=pull)\n"
+    code += "for name in registry.names():\n    b = registry.get(name); type(b).available = lambda self: ()\n"
+    code += "    print(name, registry.why_not(b, call))"
+    found = run(package, code)
+    for name in ("hopper", "triton", "tiled"):
+        assert f"{name} ('does not take pull',)" in found
+    for call in ("backlight.attention(q, q, q, pull=pull)", "backlight.statistics(q, q, q, pull=pull)"):
+        assert "tiled: does not take pull" in refused(package, call), call
+    packed = "x = q[0].transpose(0, 1)\nbacklight.attention_varlen(x, x, x, torch.tensor([0, 6]), pull=pull)"
+    assert "tiled: does not take pull" in refused(package, packed)
+
+
+def test_it_is_checked(package: Path) -> None:
+    edit(package, *DECLARED)
+    assert "pull must have shape (2,), one per query head" in refused(package, "backlight.attention(q, q, q, pull=randn(3))")
+    assert "pull must be a torch.Tensor, got float" in refused(package, "backlight.attention(q, q, q, pull=0.5)")
+    assert "floating-point dtype" in refused(package, "backlight.attention(q, q, q, pull=pull.long())")
+
+
+def test_it_crosses_operators_and_is_told_apart(package: Path) -> None:
+    """In the operators, the key of remembered launches, the tensors of a replay, and under vmap."""
+    edit(package, *DECLARED)
+    code = """
+from backlight import batching, operators, spec
+from backlight.api import call_of
+from backlight.call import tensors_of
+call, plain = call_of(q, q, q, pull=pull), call_of(q, q, q)
+place = spec.TENSOR_NAMES.index("pull")
+assert "Tensor? pull" in str(torch.ops.backlight.attention.default._schema)
+assert len(torch.ops.backlight.attention_backward.default._schema.returns) == len(spec.GRADIENTS) == 8
+assert operators.pack(call, None)[place] is pull and operators.unpack(operators.pack(call, None))[0].spec.pull
+assert tensors_of(call)[place] is pull
+assert call.layout != plain.layout and call.layout != call_of(q, q, q, pull=randn(4)[::2]).layout
+assert batching.HEADS["pull"] == 0
+assert call.gradients == ("dq", "dk", "dv", "dpull")
+print("all taken")
+"""
+    assert run(package, code).strip() == "all taken"
+
+
+def test_the_oracle_refuses_it(package: Path) -> None:
+    edit(package, *DECLARED)
+    code = "from backlight.api import call_of\nfrom backlight.reference import oracle\noracle(call_of(q, q, q, pull=pull))"
+    assert "the oracle has no stages for pull" in refused(package, code)
+
+
+def test_context_parallel_refuses_it(package: Path) -> None:
+    edit(package, *DECLARED)
+    code = "from backlight.distributed import simulated_attention as run\nrun(q, q, q, pull=pull, strategy={!r})"
+    assert "strategy must be all_to_all for a call with pull" in refused(package, code.format("ring"))
+    assert "tiled: does not take pull" in refused(package, code.format("all_to_all"))
+    code = "from backlight.distributed.handshake import FIELDS\nprint([f.name for f in FIELDS if f.name == 'pull'])"
+    assert "['pull']" in run(package, code)
+
+
+def test_the_page_names_few_files() -> None:
+    """The files of the walk and those that hold the mathematics: as many as the page says, and they exist."""
+    steps = PAGE.read_text().partition("<!-- files -->")[2].partition("<!-- end of files -->")[0]
+    named = re.findall(r"^\d+\. `([\w./-]+)`", steps, re.M)
+    assert {f"src/backlight/{name}" for name, _, _ in DECLARED} <= set(named)
+    assert 8 <= len(named) <= MOST_FILES
+    for name in named:
+        assert (ROOT / name).is_file(), name
