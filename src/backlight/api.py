@@ -173,13 +173,17 @@ def _attend(
     tensors: Tensors, options: dict[str, Any], packed: bool, return_lse: bool, backend: str | None, context: Context | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Both public calls: directly where nothing looks at them, through operators or a context elsewhere."""
-    _check_flag("return_lse", return_lse)
+    if return_lse is not True and return_lse is not False:
+        raise _no_flag("return_lse", return_lse)
     if backend is not None:
         check_backend(backend)
     if context is not None or blocks:
         context = innermost(context)
     if context is None and direct.unobserved(tensors):
-        y, lse = _attend_directly(tensors, options, packed, return_lse, backend)
+        if packed:
+            y, lse = _attend_packed(tensors, options, return_lse, backend)
+        else:
+            y, lse = direct.attention(bind_like_before(tensors, options, False, backend), backend, return_lse)
     else:
         if context is None:
             y, lse = operators.attention(bind(tensors, options, packed), backend)
@@ -190,11 +194,10 @@ def _attend(
     return (y, lse) if return_lse else y  # type: ignore[return-value]
 
 
-def _attend_directly(
-    tensors: Tensors, options: dict[str, Any], packed: bool, return_lse: bool, backend: str | None
+def _attend_packed(
+    tensors: Tensors, options: dict[str, Any], return_lse: bool, backend: str | None
 ) -> tuple[Tensor, Tensor | None]:
-    if not packed:
-        return direct.attention(bind_like_before(tensors, options, False, backend), backend, return_lse)
+    """Packed tensors where nothing looks at the call."""
     q = tensors[0]
     if q is not None and torch.is_autocast_enabled(q.device.type):
         y, lse = direct.attention(bind(tensors, options, True), backend, True)
@@ -241,7 +244,8 @@ def explain(
 
     Under a context (`backlight.distributed.context_parallel`): what this rank would do with its blocks; nothing is sent.
     """
-    _check_flag("return_lse", return_lse)
+    if return_lse is not True and return_lse is not False:
+        raise _no_flag("return_lse", return_lse)
     check_backend(backend)
     bound = _binding(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
     context = innermost(context)
@@ -282,10 +286,9 @@ def _binding(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, optio
     return partial(bind, tensors, options, cu_seqlens_q is not None)
 
 
-def _check_flag(name: str, value: Any) -> None:
-    if value is not True and value is not False:
-        # numpy's own is called bool as well
-        raise TypeError(f"{name} must be a bool, got {type(value).__module__}.{type(value).__name__}")
+def _no_flag(name: str, value: Any) -> TypeError:
+    # numpy's own is called bool as well
+    return TypeError(f"{name} must be a bool, got {type(value).__module__}.{type(value).__name__}")
 
 
 def check_backend(backend: str | None) -> None:

@@ -191,7 +191,7 @@ def _recall(kind: tuple[Any, ...] | None, tensors: Tensors) -> Call | None:
     cu_q, cu_k = tensors[FIRST_BORDER:]
     if cu_q is not None:
         tensors = (*batched_all(tensors)[:FIRST_BORDER], cu_q, cu_q if cu_k is None else cu_k)
-    call = call_with(spec, tensors, deterministic)
+    call = Call(spec, *tensors, deterministic)  # type: ignore[call-arg]
     call._layout, call.shared = layout, shared
     return call
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from backlight.spec import TENSOR_NAMES, AttentionSpec, Segment, packed_segments
+from backlight.spec import LEARNED, TENSOR_NAMES, AttentionSpec, Segment, packed_segments
 
 Known = TypeVar("Known")
 
@@ -75,7 +75,7 @@ class Call:
         return (
             *_options_of(self.spec),
             *(self.deterministic, self.q.device),
-            *[None if x is None else layout_of(x) for x in _tensors_of(self)],
+            *[None if x is None else layout_of(x) for x in all_tensors(self)],
             # packed queries and keys with the same borders, which may be one tensor
             self.cu_seqlens_q is self.cu_seqlens_k,
             None if part is None else (True, *[None if x is None else layout_of(x) for x in (part.lse, part.n)]),
@@ -143,7 +143,9 @@ class Call:
         return packed_segments(cu_q, cu_k)
 
 
-_tensors_of = attrgetter(*TENSOR_NAMES)
+# the tensors of a call in the order of `spec.TENSORS`, and those with a gradient
+all_tensors = attrgetter(*TENSOR_NAMES)
+learned_tensors = attrgetter(*LEARNED)
 _options_of = attrgetter(*(option.name for option in fields(AttentionSpec)))
 assert tuple(each.name for each in fields(Call))[1 : 1 + len(TENSOR_NAMES)] == TENSOR_NAMES, "Call and spec.TENSORS differ"
 
@@ -154,8 +156,8 @@ def call_with(spec: AttentionSpec, tensors: Sequence[Any], deterministic: bool) 
 
 
 def tensors_of(call: Call) -> tuple[Tensor | None, ...]:
-    """The tensors of a call, in the order of `spec.TENSORS`; borders of keys that are those of the rows stand there once."""
-    found = _tensors_of(call)
+    """All tensors; borders of keys that are those of the rows stand there once."""
+    found = all_tensors(call)
     return found if found[-1] is not found[-2] else (*found[:-1], None)
 
 

@@ -24,8 +24,8 @@ from backlight._private.torch import (
     transforms_active,
 )
 from backlight.binding import batched, batched_all
-from backlight.call import Call, call_with, tensors_of
-from backlight.spec import GRADIENTS, LEARNED, SEQUENCE_OF
+from backlight.call import Call, learned_tensors
+from backlight.spec import GRADIENTS, SEQUENCE_OF
 
 
 class _Direct(torch.autograd.Function):
@@ -65,7 +65,7 @@ def _gradients(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Any, .
         y, dy = batched(y), batched(dy)
         lse, dlse = (None if x is None else x[None] for x in (lse, dlse))
     spec, deterministic, backend, shared = ctx.options
-    call = call_with(spec, tensors, deterministic)
+    call = Call(spec, *tensors, deterministic)  # type: ignore[call-arg]
     call.shared = shared
     if observed:
         args = (*operators.pack(call, backend), y, lse, y.new_empty(0) if u is None else u, dy, dlse, list(needs))
@@ -121,7 +121,7 @@ def attention(
     packed: the caller's tensors up to the borders, where those of the call are views that autograd has not seen; results are
     packed too.
     """
-    tensors = packed or tensors_of(call)[: len(LEARNED)]
+    tensors = packed or learned_tensors(call)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         found = _apply_direct(call, backend, return_lse, *tensors)
         return found if return_lse else (found, None)

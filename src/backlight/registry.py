@@ -21,7 +21,7 @@ class Backend(Protocol):
     """What a backend folder exports as `BACKEND`.
 
     Optional: `replay(call, tensors, choice)`, after a forward (tensors = (), choice = save_u) or a backward (tensors = y, lse,
-    u, dy, dlse, choice = needs): a function of `tensors_of(call)` and those tensors that does the same for every call of that
+    u, dy, dlse, choice = needs): a function of `all_tensors(call)` and those tensors that does the same for every call of that
     layout in which q, k, v are as many different tensors, and returns None when it cannot just now. None: there is none.
     """
 

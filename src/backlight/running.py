@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backlight import registry
 from backlight._private.torch import current_device
-from backlight.call import Call, layout_of, tensors_of
+from backlight.call import Call, all_tensors, layout_of
 from backlight.spec import GRADIENTS
 
 
@@ -24,7 +24,7 @@ def forward(call: Call, backend: str | None, save_u: bool) -> tuple[Tensor, Tens
 def _forward_here(call: Call, backend: str | None, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     shared = call.shared
     replay = None if shared is None else shared.get(save_u)
-    found = None if replay is None else replay(tensors_of(call))
+    found = None if replay is None else replay(all_tensors(call))
     if found is None:
         chosen = registry.choose(call, backend)
         found = chosen.forward(call, save_u)
@@ -47,7 +47,7 @@ def _backward_here(
     shared = call.shared
     if shared is None:
         return registry.choose(call, backend).backward(call, *tensors, names(needs))
-    given = (*tensors_of(call), *tensors)
+    given = (*all_tensors(call), *tensors)
     q, k, v, *_ = given
     # saved tensors may come back laid out in another way, from where hooks have put them
     key = (needs, k is q, v is q, v is k, *[None if x is None else layout_of(x) for x in given])

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from backlight.call import Call, call_with
+from backlight.call import Call, call_with, learned_tensors
 from backlight.derivatives import differentiable_once
 from backlight.distributed.communicator import Communicator
 from backlight.distributed.handshake import agree_backward
@@ -56,7 +56,7 @@ def run(strategy: Strategy, call: Call, sum_learned: bool, number: int = 0, comp
     options = Options(
         call.spec, call.cu_seqlens_q, call.cu_seqlens_k, call.deterministic, sum_learned, number=number, compared=compared
     )
-    return _ContextAttention.apply(strategy, options, *[getattr(call, name) for name in LEARNED])
+    return _ContextAttention.apply(strategy, options, *learned_tensors(call))
 
 
 def backward(

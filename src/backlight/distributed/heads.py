@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from backlight import registry
-from backlight.call import Call
+from backlight.call import Call, learned_tensors
 from backlight.distributed.blocks import Shards
 from backlight.distributed.communicator import Communicator
 from backlight.distributed.layout import Range, cut, place
 from backlight.distributed.rows import stored
-from backlight.spec import LEARNED, PER_HEAD, SEQUENCE_OF
+from backlight.spec import PER_HEAD, SEQUENCE_OF
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class AllToAll:
         y, lse, u = registry.choose(own, self.backend).forward(own, True)
         (y_rows,) = self._to_rows([y], ["rows"], "forward, heads to sequence")
         (lse_rows,) = self._to_rows([lse[..., None]], ["rows"], "forward, lse")
-        return stored(y_rows, call.q), lse_rows[..., 0], [*(getattr(own, name) for name in LEARNED), y, lse, u]
+        return stored(y_rows, call.q), lse_rows[..., 0], [*learned_tensors(own), y, lse, u]
 
     def backward(
         self, call: Call, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backlight.call import Call, Part
+from backlight.call import Call, Part, learned_tensors
 from backlight.distributed.blocks import Shards
 from backlight.distributed.communicator import Communicator, Pending
 from backlight.distributed.local import NARROW, block_backward, block_call, block_forward, block_lse
 from backlight.distributed.merge import add_sink, merge_, merge_lse_
 from backlight.distributed.rows import finish, gated, prepare, stored
-from backlight.spec import LEARNED
 
 TAGS_PER_STEP = 4
 
@@ -44,7 +43,7 @@ class Ring:
             y, lse, u = *finish(call, *self._softmax(call)), None
         else:
             y, lse, u = self._elastic(call)
-        return y, lse, [*(getattr(call, name) for name in LEARNED), y, lse, u]
+        return y, lse, [*learned_tensors(call), y, lse, u]
 
     def _softmax(self, call: Call) -> tuple[Tensor, Tensor]:
         """(o, lse) over the keys of all ranks, without the sink."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from backlight import api
 from backlight.arguments import check_borders, check_flag, check_tensor, check_whole
 from backlight.binding import bind_batched
+from backlight.call import learned_tensors
 from backlight.derivatives import differentiable_once
 from backlight.distributed import autograd
 from backlight.distributed.autograd import Options, Strategy
@@ -56,7 +57,7 @@ def simulated_attention(
     call = api.call_of(q, k, v, cu_seqlens_q, cu_seqlens_k, backend=backend, **options)
     rest = {name: option for name, option in options.items() if name not in TERM_NAMES}
     how = (world, layout, strategy, backend, (call.cu_seqlens_q, call.cu_seqlens_k), rest)
-    y, lse = _SimulatedAttention.apply(how, *[getattr(call, name) for name in LEARNED])
+    y, lse = _SimulatedAttention.apply(how, *learned_tensors(call))
     if call.varlen:
         y, lse = y[0].transpose(0, 1), lse[0]
     return (y, lse) if return_lse else y
