@@ -45,7 +45,7 @@ $(TOOLS): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 install: $(TOOLS)  ## create the environment and install backlight into it
 
 test: lint  ## ruff, mypy, the Triton kernels in the interpreter, then every test but the slow ones
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL) tests/interpreted
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" $(PARALLEL) tests/interpreted
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" $(PARALLEL) $(ARGS)
 
 slow: $(TOOLS)  ## the tests that `make test` leaves out: long compilations, every mutant of the doctor

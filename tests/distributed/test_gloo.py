@@ -46,7 +46,7 @@ def run_world(size: int, kind: str, folder: Path) -> tuple[list[dict], str]:
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
 @pytest.mark.parametrize("kind", ["default", pytest.param("slow", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_world(size: int, kind: str, tmp_path: Path) -> None:
     results, output = run_world(size, kind, tmp_path)
     names = checks_of(size, kind == "slow")

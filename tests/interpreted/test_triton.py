@@ -61,7 +61,13 @@ def verdict_of(case: Case, dtype: torch.dtype) -> object:
     return judge(problem.call, problem.dy, problem.dlse, run(problem, "triton"), yardsticks)
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+# minutes of interpreted tiles; smaller cases turn the same loops
+LONG = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=LONG) if case.name == "varlen,long" else case for case in CASES], ids=case_id
+)
 def test_fp32(case: Case) -> None:
     verdict = verdict_of(case, torch.float32)
     assert verdict.ok, f"{case.name}\n{verdict}"
@@ -167,7 +173,7 @@ def test_softcap(factor: float, coarse: bool, precise: bool) -> None:
     assert ((slope.double() - (1 - truth**2)).abs() <= (2.1e-4 if coarse and not precise else 2e-6)).all()
 
 
-@pytest.mark.parametrize("blocks", [(16, 16), (16, 64), (32, 64), (64, 64)], ids=str)
+@pytest.mark.parametrize("blocks", [pytest.param((16, 16), marks=LONG), (16, 64), (32, 64), (64, 64)], ids=str)
 @pytest.mark.parametrize("name", ["bias,s=200", "everything,s=200"])
 def test_blocks(name: str, blocks: tuple[int, int]) -> None:
     """Tile edges fall elsewhere for every block size; diagonals of dbias cross them differently."""
