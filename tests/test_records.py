@@ -13,7 +13,7 @@ from compact import COMPACT
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-TOOLS = [path for folder in ("tools", "docs") for path in (ROOT / folder).glob("*.py")]
+TOOLS = list((ROOT / "tools").glob("*.py"))
 MOST_BYTES = 5_000_000
 
 

@@ -93,12 +93,15 @@ def _rounded(found: re.Match[str]) -> str:
 COMPACT: dict[str, Callable[[str], str]] = {".json": record, ".svg": picture}
 
 
+def shrink(path: Path) -> None:
+    path.write_text(COMPACT[path.suffix](path.read_text()))
+
+
 def main(paths: list[str]) -> None:
     for path in map(Path, paths):
-        text = path.read_text()
-        short = COMPACT[path.suffix](text)
-        path.write_text(short)
-        print(f"{path}: {len(text):,} -> {len(short):,}")
+        before = path.stat().st_size
+        shrink(path)
+        print(f"{path}: {before:,} -> {path.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":

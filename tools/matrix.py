@@ -6,7 +6,7 @@
 
 Environments lie in .matrix/ (a few gigabytes each, made by uv from the public index alone) and stay there for the next time.
 Each result goes into docs/data/versions.json as it comes, in the place of an older one of the same environment and part;
-`python docs/make_versions_page.py --write` makes the page of it. Ends with 1 if a part failed.
+`python tools/make_versions_page.py --write` makes the page of it. Ends with 1 if a part failed.
 """
 
 from __future__ import annotations

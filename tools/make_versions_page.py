@@ -1,4 +1,4 @@
-"""Tables of docs/versions.md, from what `make matrix` recorded: python docs/make_versions_page.py --write (into the page)."""
+"""Tables of docs/versions.md, from what `make matrix` recorded: python tools/make_versions_page.py --write (into the page)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-DATA = Path(__file__).with_name("data") / "versions.json"
-PAGE = Path(__file__).with_name("versions.md")
-BEGIN, END = "<!-- tables: python docs/make_versions_page.py --write -->", "<!-- end of tables -->"
+DOCS = Path(__file__).parents[1] / "docs"
+DATA = DOCS / "data" / "versions.json"
+PAGE = DOCS / "versions.md"
+BEGIN, END = "<!-- tables: python tools/make_versions_page.py --write -->", "<!-- end of tables -->"
 PARTS = {
     "cli": "command line, demo, reports",
     "interpreter": "Triton kernels, interpreted",

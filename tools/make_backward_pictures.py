@@ -1,6 +1,6 @@
 """Draw docs/images/{jacobian,elastic,tiles}.svg for docs/backward.md and docs/kernels.md, from the package's own numbers.
 
-Run from the repository root: python docs/make_backward_pictures.py
+Run from the repository root: python tools/make_backward_pictures.py
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from compact import shrink
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
@@ -102,10 +103,12 @@ def tiles() -> Figure:
 
 
 def main() -> None:
-    images = Path(__file__).parent / "images"
+    images = Path(__file__).parents[1] / "docs" / "images"
     with matplotlib.rc_context({"svg.hashsalt": "backlight", "svg.fonttype": "path", "font.size": 8}):
         for draw in (jacobian, elastic, tiles):
-            draw().savefig(images / f"{draw.__name__}.svg", metadata={"Date": None})
+            path = images / f"{draw.__name__}.svg"
+            draw().savefig(path, metadata={"Date": None})
+            shrink(path)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Costs of variants on the kernels page, from the newest records: python docs/make_triton_table.py --write (into the page)."""
+"""Costs of variants on the kernels page, from the newest records: python tools/make_triton_table.py --write (into the page)."""
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "nvidia-h200"
-PAGE = Path(__file__).with_name("kernels.md")
-MARKER, AFTER = "<!-- table: python docs/make_triton_table.py --write -->", "Tile sizes are measured"
+from records import ROOT, load, newest, timed
+
+PAGE = ROOT / "docs" / "kernels.md"
+MARKER, AFTER = "<!-- table: python tools/make_triton_table.py --write -->", "Tile sizes are measured"
 OURS = "backlight:triton"
 NAMES = {
     "bias": "bias, table of 512",
@@ -25,22 +25,15 @@ WINDOW, LENGTH = 1024, 16384
 SHARE = (WINDOW * (WINDOW + 1) / 2 + (LENGTH - WINDOW) * WINDOW) / (LENGTH * (LENGTH + 1) / 2)
 
 
-def newest(suite: str, *contenders: str) -> Path:
+def newest_with(suite: str, *contenders: str) -> Path:
     """The newest record of a suite in which all of them were timed."""
-    for path in sorted(RESULTS.glob(f"{suite}-2*.json"), reverse=True):
-        if set(contenders) <= {row["contender"] for row in json.loads(path.read_text())["rows"] if row["status"] == "ok"}:
-            return path
-    raise FileNotFoundError(f"no record of {suite} with {contenders}")
-
-
-def rows_of(path: Path) -> list[dict]:
-    return [row for row in json.loads(path.read_text())["rows"] if row["status"] == "ok"]
+    return newest(suite, f"with {contenders}", lambda data: set(contenders) <= {row["contender"] for row in timed(data)})
 
 
 def table() -> str:
-    variants, plain = newest("variants", OURS), newest("plain", OURS, "flex")
+    variants, plain = newest_with("variants", OURS), newest_with("plain", OURS, "flex")
     over = {}
-    for row in rows_of(variants):
+    for row in timed(load(variants)):
         case = re.match(r"(\w+),d=(\d+),s=\d+/", row["case"])
         if case and row["contender"] == OURS and "over_plain" in row:
             share = SHARE if case[1] == "window" else 1.0
@@ -53,7 +46,7 @@ def table() -> str:
     lines += ["| time over plain causal | D | forward | backward | sum |", "|---|---|---|---|---|"]
     for variant, what in NAMES.items():
         lines += [f"| {what} | {d} | {' | '.join(over[variant, d])} |" for d in ("64", "128") if (variant, d) in over]
-    times = {(row["case"], row["contender"]): row["times"]["backward"]["median_ms"] for row in rows_of(plain)}
+    times = {(row["case"], row["contender"]): row["times"]["backward"]["median_ms"] for row in timed(load(plain))}
     wide = {case: times[case, "flex"] / ms for (case, name), ms in times.items() if name == OURS and "d=256" in case}
     lengths = sorted({int(found[1]) for case in wide if (found := re.search(r"s=(\d+)", case))})
     speeds = f"{min(wide.values()):.2f} to {max(wide.values()):.2f} times as fast as compiled FlexAttention's"

@@ -1,6 +1,6 @@
 """Draw docs/images/backward.svg from the float64 oracle: every panel is a quantity of one small call, under its own name.
 
-Run from the repository root: python docs/make_pictures.py [--png]
+Run from the repository root: python tools/make_pictures.py [--png]
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from compact import shrink
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
@@ -99,11 +100,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--png", action="store_true", help="also write a PNG, to look at")
     arguments = parser.parse_args()
-    images = Path(__file__).parent / "images"
-    images.mkdir(exist_ok=True)
+    images = Path(__file__).parents[1] / "docs" / "images"
     with matplotlib.rc_context({"svg.hashsalt": "backlight", "svg.fonttype": "path", "font.size": 8}):
         figure = backward_figure()
         figure.savefig(images / "backward.svg", dpi=220, metadata={"Date": None})
+        shrink(images / "backward.svg")
         if arguments.png:
             figure.savefig(images / "backward.png", dpi=110)
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels take of each card, on the kernels page: python docs/make_targets_table.py --write (into the page).
+"""What the Triton kernels take of each card, on the kernels page: python tools/make_targets_table.py --write (into the page).
 
 The record, docs/data/triton-targets.json, is written by tests/targets.py, which compiles kernels for cards that are not there.
 """
@@ -10,9 +10,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-RECORD = Path(__file__).with_name("data") / "triton-targets.json"
-PAGE = Path(__file__).with_name("kernels.md")
-MARKER, AFTER = "<!-- table: python docs/make_targets_table.py --write -->", "## Reading a backend"
+DOCS = Path(__file__).parents[1] / "docs"
+RECORD = DOCS / "data" / "triton-targets.json"
+PAGE = DOCS / "kernels.md"
+MARKER, AFTER = "<!-- table: python tools/make_targets_table.py --write -->", "## Reading a backend"
 # works out what is known per row, once for each
 ROWS_KERNEL = "_delta_kernel"
 

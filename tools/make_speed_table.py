@@ -1,4 +1,4 @@
-"""Tables of ratios for README and docs/hopper.md, from the newest records: python docs/make_speed_table.py (prints them)."""
+"""Tables of ratios for README and docs/hopper.md, from the newest records: python tools/make_speed_table.py (prints them)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
+
+from records import ROOT, load, newest, timed
 
 TERMS = ["bias", "lazy", "sink", "softcap", "gate"]
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "nvidia-h200"
-WIDE = Path(__file__).parent / "data" / "wide-terms-h200.jsonl"
+WIDE = ROOT / "docs" / "data" / "wide-terms-h200.jsonl"
 LENGTHS = (2048, 4096, 8192, 16384)
 NEWEST, OLDEST = "3.9.0", "3.6.0"
 # what, contender, peer, head dimensions, Triton
@@ -30,12 +32,11 @@ def record_of(contenders: tuple[str, ...], dims: tuple[int, ...], triton: str) -
     """The newest record of `plain` with this Triton in which all of them were timed up to the longest sequences of these head
     dimensions."""
     wanted = {(f"plain,d={d},s={LENGTHS[-1]},full/bf16", name) for d in dims for name in contenders}
-    for path in sorted(RESULTS.glob("plain-*.json"), reverse=True):
-        data = json.loads(path.read_text())
-        timed = {(row["case"], row["contender"]) for row in data["rows"] if row["status"] == "ok"}
-        if data["machine"]["triton"] == triton and wanted <= timed:
-            return path
-    raise FileNotFoundError(f"no record of {contenders} at D = {dims} with Triton {triton}")
+
+    def fits(data: dict[str, Any]) -> bool:
+        return data["machine"]["triton"] == triton and wanted <= {(row["case"], row["contender"]) for row in timed(data)}
+
+    return newest("plain", f"with {contenders} at D = {dims} and Triton {triton}", fits)
 
 
 def records() -> list[Path]:
@@ -43,7 +44,7 @@ def records() -> list[Path]:
 
 
 def ratios(data: dict, contender: str, peer: str, dims: tuple[int, ...], phase: str) -> list[float]:
-    speeds = {(row["case"], row["contender"]): row["tflops"][phase] for row in data["rows"] if row["status"] == "ok"}
+    speeds = {(row["case"], row["contender"]): row["tflops"][phase] for row in timed(data)}
     found = []
     for (case, name), speed in speeds.items():
         place = re.match(r"plain,d=(\d+),s=(\d+),", case)
@@ -55,7 +56,7 @@ def ratios(data: dict, contender: str, peer: str, dims: tuple[int, ...], phase: 
 def table() -> str:
     lines = ["| speed ratio, S 2k to 16k, causal and full | D | Triton | forward | backward |", "|---|---|---|---|---|"]
     for what, contender, peer, dims, triton in LINES:
-        data, cells = json.loads(record_of((contender, peer), dims, triton).read_text()), [triton]
+        data, cells = load(record_of((contender, peer), dims, triton)), [triton]
         for phase in ("forward", "backward"):
             found = ratios(data, contender, peer, dims, phase)
             mean = math.exp(sum(map(math.log, found)) / len(found))
@@ -68,8 +69,8 @@ def cells_table(triton: str) -> str:
     """Every cell of the newest `plain` records that have FA3 and cuDNN, with this Triton: TFLOP/s of `hopper`, ratios."""
     speeds = {}
     for dims in ((64, 128), (256,)):
-        for row in json.loads(record_of(("backlight", "fa3", "sdpa-cudnn"), dims, triton).read_text())["rows"]:
-            if row["status"] == "ok" and any(f"d={d}," in row["case"] for d in dims):
+        for row in timed(load(record_of(("backlight", "fa3", "sdpa-cudnn"), dims, triton))):
+            if any(f"d={d}," in row["case"] for d in dims):
                 speeds[row["case"], row["contender"]] = row["tflops"]
     lines = ["| D | S | mask | forward | / FA3 | / cuDNN | backward | / FA3 | / cuDNN |", "|---" * 9 + "|"]
     for case, name in speeds:
@@ -88,7 +89,7 @@ def versions_table() -> str:
     old, new = (
         {
             row["case"]: row["tflops"]
-            for row in json.loads(record_of(("backlight", "fa3"), (64, 128, 256), triton).read_text())["rows"]
+            for row in load(record_of(("backlight", "fa3"), (64, 128, 256), triton))["rows"]
             if row["contender"] == "backlight"
         }
         for triton in (OLDEST, NEWEST)
@@ -107,17 +108,13 @@ def versions_table() -> str:
     return "\n".join(lines)
 
 
-def variants_record() -> Path:
-    return sorted(RESULTS.glob("variants-*.json"))[-1]
-
-
 def variants_table() -> str:
     """Every variant in one run, forward and backward together: ours over our own plain, and peers' times over ours.
 
     Plain is the run's own causal case of that shape: timed beside a long variant it was up to 18 % slower.
     """
     rows: dict[str, dict[str, dict]] = {}
-    for row in json.loads(variants_record().read_text())["rows"]:
+    for row in load(newest("variants"))["rows"]:
         rows.setdefault(row["case"].split("/")[0], {})[row["contender"]] = row
     peers = [name for name in ("fa3", "sdpa-flash", "flex") if any("times" in found.get(name, {}) for found in rows.values())]
     heads = ["bf16, forward + backward", "ms", "over plain", *(f"{name} takes" for name in peers)]
@@ -138,7 +135,7 @@ def variants_table() -> str:
 def terms_table() -> str:
     """Forward and backward of every learned term over plain, by head dimension and length, from the newest `terms` record."""
     over: dict[tuple[str, str], dict[int, float]] = {}
-    for row in json.loads(terms_record().read_text())["rows"]:
+    for row in load(newest("terms"))["rows"]:
         place = re.match(r"(\w+),d=(\d+),s=(\d+)", row["case"])
         if place and row["contender"] == "backlight" and "over_plain" in row:
             over.setdefault((place[1], place[2]), {})[int(place[3])] = row["over_plain"]["both"]
@@ -162,24 +159,22 @@ def wide_table() -> str:
     return "\n".join(lines)
 
 
-def terms_record() -> Path:
-    return sorted(RESULTS.glob("terms-*.json"))[-1]
+def _bias_rows(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["contender"]: row for row in data["rows"] if row["case"].startswith("bias,d=64")}
 
 
 def flex_bias() -> str:
     """How many times as long FlexAttention takes for a learned bias, from the newest record in which it was raced."""
-    for path in sorted(RESULTS.glob("variants-*.json"), reverse=True):
-        rows = {row["contender"]: row for row in json.loads(path.read_text())["rows"] if row["case"].startswith("bias,d=64")}
-        if "times" in rows.get("flex", {}):
-            ratio = rows["flex"]["times"]["both"]["median_ms"] / rows["backlight"]["times"]["both"]["median_ms"]
-            backend = rows["backlight"]["detail"].split(",")[0]
-            return f"{ratio:.0f} times as long as `{backend}` ([record](benchmarks/results/nvidia-h200/{path.name}))"
-    raise FileNotFoundError("no record of FlexAttention with a bias")
+    path = newest("variants", "with a bias in FlexAttention", lambda data: "times" in _bias_rows(data).get("flex", {}))
+    flex, ours = (_bias_rows(load(path))[name] for name in ("flex", "backlight"))
+    ratio = flex["times"]["both"]["median_ms"] / ours["times"]["both"]["median_ms"]
+    backend = ours["detail"].split(",")[0]
+    return f"{ratio:.0f} times as long as `{backend}` ([record]({path.relative_to(ROOT)}))"
 
 
 def training_table() -> str:
     """Tokens per second of a whole training step, from the newest record of benchmarks/train_step.py."""
-    record = json.loads(sorted(RESULTS.glob("train-step-*.json"))[-1].read_text())
+    record = load(newest("train-step"))
     names = {"plain": "softmax", "bias": "learned bias (512)", "lazy": "Lazy: bias and tau"}
     lines = ["| tokens per second | backlight | SDPA | FlexAttention |", "|---|---|---|---|"]
     for variant, rows in record["variants"].items():
@@ -198,16 +193,14 @@ def _training_cell(row: dict, layers: int) -> str:
 
 def overhead_table() -> str:
     """Host time of one tiny call, in microseconds, from the newest `overhead` record."""
-    rows = json.loads(sorted(RESULTS.glob("overhead-*.json"))[-1].read_text())["rows"]
     phases = ("host forward", "host both", "graph forward", "graph both")
     lines = [
         "| us, B 1, H 2, S 64, D 64 | host, forward | host, forward and backward | CUDA graph, forward | CUDA graph, both |",
         "|---|---|---|---|---|",
     ]
-    for row in rows:
-        if row["status"] == "ok":
-            times = " | ".join(f"{row['times'][phase]['median_ms'] * 1e3:.0f}" for phase in phases)
-            lines.append(f"| {row['contender']}, {row['case'].split(',')[1].split('/')[0]} | {times} |")
+    for row in timed(load(newest("overhead"))):
+        times = " | ".join(f"{row['times'][phase]['median_ms'] * 1e3:.0f}" for phase in phases)
+        lines.append(f"| {row['contender']}, {row['case'].split(',')[1].split('/')[0]} | {times} |")
     return "\n".join(lines)
 
 

@@ -1,21 +1,21 @@
 """Draw docs/images/distributed-{layouts,scale}.svg and write the tables of docs/distributed.md, from the cost model.
 
-Run from the repository root: python docs/make_distributed_pictures.py
+Run from the repository root: python tools/make_distributed_pictures.py
 Rates of one GPU come from benchmarks/results, CPU runs from docs/data/distributed-cpu.json (benchmarks/context_parallel.py).
 Links are the vendor's figures, not measured: LINKS.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from functools import cache
-from pathlib import Path
 
 import matplotlib
 import torch
+from compact import shrink
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from records import RESULTS, ROOT, load, newest
 
 from backlight.distributed.blocks import Shards
 from backlight.distributed.cost import Cost, Machine, cost
@@ -23,11 +23,10 @@ from backlight.distributed.layout import pieces
 from backlight.distributed.rule import Shape, divides
 from backlight.spec import AttentionSpec
 
-ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "distributed.md"
-KERNELS = ROOT / "benchmarks" / "results" / "nvidia-h200" / "hopper-kernels-20261115.json"
-# the latest record; its copy rate is a property of the card
-PLAIN = max((ROOT / "benchmarks" / "results" / "nvidia-h200").glob("plain-*.json"))
+KERNELS = RESULTS / "hopper-kernels-20261115.json"
+# its copy rate is a property of the card
+PLAIN = newest("plain")
 CPU = ROOT / "docs" / "data" / "distributed-cpu.json"
 
 # bytes/s per GPU and direction, 80 % of the vendor's figure; seconds per message
@@ -43,7 +42,7 @@ RANK_COLOURS = ("#0b4f8a", "#5aa5d6", "#f0956a", "#a3260f")
 
 def rate(direction: str) -> float:
     """FLOP/s of the hopper kernels: causal, D = 128, S = 16384, bf16."""
-    cells = json.loads(KERNELS.read_text())["cells"]
+    cells = load(KERNELS)["cells"]
     wanted = {"direction": direction, "d": 128, "s": 16384, "mask": "causal"}
     (cell,) = [cell for cell in cells if wanted.items() <= cell.items()]
     return 1e12 * cell["tflops"]["shipped"]
@@ -52,7 +51,7 @@ def rate(direction: str) -> float:
 def h200(world: int) -> Machine:
     link = "NVLink" if world <= NODE else "InfiniBand"
     bandwidth, latency = LINKS[link]
-    memory = 1e12 * json.loads(PLAIN.read_text())["ceilings"]["copy_tb_s"]
+    memory = 1e12 * load(PLAIN)["ceilings"]["copy_tb_s"]
     return Machine(f"H200, {link}", rate("fwd"), rate("bwd"), bandwidth, latency, memory, 20e-6)
 
 
@@ -110,7 +109,7 @@ def length_rows() -> list[list[str]]:
 
 def cpu_rows() -> list[list[str]]:
     rows = []
-    for world in json.loads(CPU.read_text())["worlds"]:
+    for world in load(CPU)["worlds"]:
         for run in world["runs"]:
             name = f"{run['strategy'].replace('_', '-')}, {run['layout']}"
             measured, predicted = run["measured"] * 1e3, run["predicted"] * 1e3
@@ -121,7 +120,7 @@ def cpu_rows() -> list[list[str]]:
 
 
 def constant_rows() -> list[list[str]]:
-    machines = [Machine(**world["machine"]) for world in json.loads(CPU.read_text())["worlds"]]
+    machines = [Machine(**world["machine"]) for world in load(CPU)["worlds"]]
     machines += [h200(8), h200(16)]
     rows = []
     for m in machines:
@@ -139,7 +138,7 @@ def constant_rows() -> list[list[str]]:
 
 
 def memory_rows() -> list[list[str]]:
-    found = json.loads(CPU.read_text())["memory"]
+    found = load(CPU)["memory"]
     names = dict.fromkeys(run["strategy"] for run in found)
     return [
         [f"{name.replace('_', '-')}, {words}", *(f"{run[key] / 2**20:.1f}" for run in found if run["strategy"] == name)]
@@ -237,7 +236,9 @@ def scale_picture() -> Figure:
 def main() -> None:
     matplotlib.rcParams["svg.hashsalt"] = "backlight"
     for name, figure in (("layouts", layouts_picture()), ("scale", scale_picture())):
-        figure.savefig(ROOT / "docs" / "images" / f"distributed-{name}.svg", metadata={"Date": None})
+        path = ROOT / "docs" / "images" / f"distributed-{name}.svg"
+        figure.savefig(path, metadata={"Date": None})
+        shrink(path)
     PAGE.write_text(filled(PAGE.read_text()))
 
 
