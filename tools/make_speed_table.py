@@ -1,4 +1,7 @@
-"""Tables of ratios for README and docs/hopper.md, from the newest records: python tools/make_speed_table.py (prints them)."""
+"""Tables of ratios for README, docs/hopper.md and docs/experiments.md, from the newest records.
+
+python tools/make_speed_table.py     prints them
+"""
 
 from __future__ import annotations
 
