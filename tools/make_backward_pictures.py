@@ -83,11 +83,12 @@ def tiles() -> Figure:
     block = 8
     for axes, (title, spec, sq, sk) in zip(figure.subplots(1, 3), cases, strict=True):
         for i0 in range(0, sq, block):
-            needed = list(spec.key_tiles(i0, i0 + block, sq, sk, block))
+            first, end = spec.key_range(i0, i0 + block, sq, sk)
+            free_from, free_to = spec.full_key_range(i0, i0 + block, sq, sk)
             for j0 in range(0, sk, block):
                 kind = "not visited"
-                if (j0, j0 + block) in needed:
-                    free = spec.mask_free(i0, i0 + block, j0, j0 + block, sq, sk)
+                if first < j0 + block and j0 < end:
+                    free = free_from <= j0 and j0 + block <= free_to
                     kind = "free of masks" if free else "edge: the mask is applied"
                 axes.add_patch(Rectangle((j0, i0), block, block, facecolor=colours[kind], edgecolor="white", linewidth=1.5))
         for i in range(sq):
