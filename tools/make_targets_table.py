@@ -1,6 +1,7 @@
 """What the Triton kernels take of each card, on the kernels page: python tools/make_targets_table.py --write (into the page).
 
-The record, docs/data/triton-targets.json, is written by tests/targets.py, which compiles kernels for cards that are not there.
+The record, docs/data/triton-targets.json, is written by tests/triton_backend/targets.py, which compiles kernels for cards that
+are not there.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ COMPILED = (
     "tests/hopper/test_compiled.py",
     "tests/hopper/test_compiled_terms.py",
     "tests/hopper/test_backward_terms_compiled.py",
-    "tests/test_triton_compiled.py",
+    "tests/triton_backend/test_triton_compiled.py",
 )
 COUNTS = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed)")
 WORST_SHOWN = 20

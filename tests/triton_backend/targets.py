@@ -1,6 +1,6 @@
 """The Triton kernels compiled for cards that are not here, with the tiles each of them would get: shared memory and spills.
 
-    python tests/targets.py docs/data/triton-targets.json
+    python tests/triton_backend/targets.py docs/data/triton-targets.json
 
 compiles the whole grid (ten minutes of a processor) and writes what every kernel took; tools/make_targets_table.py makes a
 table of it.
