@@ -63,7 +63,8 @@ def test_a_compact_picture_draws_the_same() -> None:
  <defs><style type="text/css">*{stroke-linejoin: round}</style></defs>
  <g id="axes_1"><!-- 512 -->
   <path id="marker" d="M 0.123456 10.126 \nL 3.5 0 \nz\n" style="fill: none; stroke: #b0b0b0" transform="scale(0.015625)"/>
-  <g id="line" style="fill: none; stroke: #b0b0b0"><use xlink:href="#marker" x="-12.344999"/></g>
+  <g id="line" style="fill: none; stroke: #b0b0b0"><use xlink:href="#marker" x="-12.344999"/>
+   <use xlink:href="#marker" transform="translate(63.623047 0)"/></g>
  </g>
 </svg>"""
     assert COMPACT[".svg"](drawn).splitlines() == [
@@ -73,6 +74,7 @@ def test_a_compact_picture_draws_the_same() -> None:
         "</defs>",
         '<path id="n0" d="M0.123456 10.13L3.5 0z" transform="scale(0.015625)" class="s0"/>',
         '<g class="s0"><use xlink:href="#n0" x="-12.34"/>',
+        '<use xlink:href="#n0" x="63.62"/>',
         "</g>",
         "</svg>",
     ]

@@ -57,6 +57,13 @@ def picture(text: str) -> str:
 def _shorten(element: Element, names: dict[str, str], styles: dict[str, str]) -> None:
     element.text, element.tail = (element.text or "").strip(), "\n"
     attributes = {key: _shorter(key, value, names) for key, value in element.attrib.items()}
+    moved = re.fullmatch(r"translate\(([-\d.]+) ([-\d.]+)\)", attributes.get("transform", ""))
+    if element.tag == f"{{{SVG}}}use" and moved and not {"x", "y"} & attributes.keys():
+        # what x and y of a `use` mean
+        attributes |= {
+            "transform": "",
+            **{key: "" if value == "0" else value for key, value in zip("xy", moved.groups(), strict=True)},
+        }
     if (style := attributes.pop("style", None)) is not None:
         attributes["class"] = styles.setdefault(style, f"s{len(styles)}")
     element.attrib.clear()

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compact import record
 from resolve import public, uv
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -186,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{environment.name}: {part}, log in .matrix/{environment.name}/{part}.log", flush=True)
             result = run_part(environment, python, part)
             data = json.loads(DATA.read_text()) if DATA.is_file() else {}
-            DATA.write_text(json.dumps(merged(data, environment.name, found, part, result), indent=1) + "\n")
+            DATA.write_text(record(json.dumps(merged(data, environment.name, found, part, result))))
             told = result.get("counts") or f"{len(result.get('rows', ()))} kernels"
             print(f"{environment.name}: {part} {'ok' if result['ok'] else 'FAILED'}, {told}, {result['seconds']} s", flush=True)
             bad += not result["ok"]

@@ -184,7 +184,7 @@ def record(path: Path) -> None:
         print(combination, max(report.shared for report in found), max(report.spilled for report in found), flush=True)
     cards = {name: asdict(card) | {"table": words(name)} for name, card in CARDS.items()}
     text = {"triton": triton.__version__, "date": date.today().isoformat(), "cards": cards}
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
     path.write_text(json.dumps(text, indent=1)[:-2] + f',\n "rows": [\n{lines}\n ]\n}}\n')
 
 
