@@ -56,7 +56,7 @@ demo: $(LIBRARY)  ## see it work on this machine, under three minutes
 
 lint: $(TOOLS)  ## ruff, codespell and mypy
 	$(BIN)/ruff check .
-	$(BIN)/codespell src tests docs examples *.md
+	$(BIN)/codespell src tests docs examples tools *.md
 	$(BIN)/mypy
 
 format: $(TOOLS)  ## let ruff fix and format
@@ -68,7 +68,7 @@ resolve: $(TOOLS)  ## can Linux, macOS and Windows install what constraints.txt 
 
 matrix: $(TOOLS)  ## torch 2.11 to 2.15 with their Tritons, and the floors: an environment each (gigabytes), CPU tests in it
 	$(BIN)/python tools/matrix.py $(ARGS)
-	$(BIN)/python docs/make_versions_page.py --write
+	$(BIN)/python tools/make_versions_page.py --write
 
 clean:  ## remove what the other targets made
 	rm -rf .venv .matrix build dist reports .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -32,7 +32,7 @@ CHECKS = {
     "call.py",
     "spec.py",
     "registry.py",
-    "survivors.py",
+    "attention_statistics.py",
     "operators.py",
     "checking.py",
 }

@@ -121,45 +121,6 @@ def test_full_key_range_is_what_every_row_sees(tile) -> None:
 
 @settings(max_examples=150)
 @given(row_tiles(), st.data())
-def test_mask_free(tile, data) -> None:
-    spec, sq, sk, i0, i1 = tile
-    j0 = data.draw(st.integers(0, max(0, sk - 1)))
-    j1 = data.draw(st.integers(min(j0 + 1, sk), sk))
-    if j0 < j1:
-        assert spec.mask_free(i0, i1, j0, j1, sq, sk) == bool(spec.allowed(sq, sk)[i0:i1, j0:j1].all())
-
-
-@settings(max_examples=150)
-@given(row_tiles(), st.integers(1, 8))
-def test_key_tiles_cover_what_rows_see(tile, block_n: int) -> None:
-    """Aligned, in order, inside the sequence; every visible key in exactly one; first and last tile not idle."""
-    spec, sq, sk, i0, i1 = tile
-    seen = spec.allowed(sq, sk)[i0:i1].any(dim=0)
-    tiles = list(spec.key_tiles(i0, i1, sq, sk, block_n))
-    assert all(j0 % block_n == 0 and j1 == min(j0 + block_n, sk) and j0 < j1 for j0, j1 in tiles)
-    assert tiles == sorted(set(tiles))
-    covered = {j for j0, j1 in tiles for j in range(j0, j1)}
-    assert set(seen.nonzero().flatten().tolist()) <= covered
-    for j0, j1 in tiles[:1] + tiles[-1:]:
-        assert bool(seen[j0:j1].any())
-
-
-@settings(max_examples=150)
-@given(key_tiles(), st.integers(1, 8))
-def test_query_tiles_cover_rows_that_see_keys(tile, block_m: int) -> None:
-    spec, sq, sk, j0, j1 = tile
-    seen = spec.allowed(sq, sk)[:, j0:j1].any(dim=1)
-    tiles = list(spec.query_tiles(j0, j1, sq, sk, block_m))
-    assert all(i0 % block_m == 0 and i1 == min(i0 + block_m, sq) and i0 < i1 for i0, i1 in tiles)
-    assert tiles == sorted(set(tiles))
-    covered = {i for i0, i1 in tiles for i in range(i0, i1)}
-    assert set(seen.nonzero().flatten().tolist()) <= covered
-    for i0, i1 in tiles[:1] + tiles[-1:]:
-        assert bool(seen[i0:i1].any())
-
-
-@settings(max_examples=150)
-@given(row_tiles(), st.data())
 def test_bias_columns_are_the_extreme_distances(tile, data) -> None:
     spec, sq, sk, i0, i1 = tile
     if sk == 0:

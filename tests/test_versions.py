@@ -22,7 +22,7 @@ def matrix(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture
 def page() -> dict[str, Any]:
-    return runpy.run_path(str(ROOT / "docs" / "make_versions_page.py"))
+    return runpy.run_path(str(ROOT / "tools" / "make_versions_page.py"))
 
 
 def test_the_page_is_the_record(page: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@
 
 Environments lie in .matrix/ (a few gigabytes each, made by uv from the public index alone) and stay there for the next time.
 Each result goes into docs/data/versions.json as it comes, in the place of an older one of the same environment and part;
-`python docs/make_versions_page.py --write` makes the page of it. Ends with 1 if a part failed.
+`python tools/make_versions_page.py --write` makes the page of it. Ends with 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compact import record
 from resolve import public, uv
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +36,7 @@ COMPILED = (
     "tests/hopper/test_compiled.py",
     "tests/hopper/test_compiled_terms.py",
     "tests/hopper/test_backward_terms_compiled.py",
-    "tests/test_triton_compiled.py",
+    "tests/triton_backend/test_triton_compiled.py",
 )
 COUNTS = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed)")
 WORST_SHOWN = 20
@@ -186,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{environment.name}: {part}, log in .matrix/{environment.name}/{part}.log", flush=True)
             result = run_part(environment, python, part)
             data = json.loads(DATA.read_text()) if DATA.is_file() else {}
-            DATA.write_text(json.dumps(merged(data, environment.name, found, part, result), indent=1) + "\n")
+            DATA.write_text(record(json.dumps(merged(data, environment.name, found, part, result))))
             told = result.get("counts") or f"{len(result.get('rows', ()))} kernels"
             print(f"{environment.name}: {part} {'ok' if result['ok'] else 'FAILED'}, {told}, {result['seconds']} s", flush=True)
             bad += not result["ok"]

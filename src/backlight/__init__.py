@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from backlight.api import Explanation, attention, attention_varlen, explain
+    from backlight.attention_statistics import AttentionStatistics, statistics
     from backlight.errors import Unsupported
     from backlight.spec import AttentionSpec
-    from backlight.survivors import AttentionStatistics, statistics
 
 __version__ = "0.1.0"
 
@@ -28,13 +28,13 @@ __all__ = [
 
 HOMES = {
     "AttentionSpec": "spec",
-    "AttentionStatistics": "survivors",
+    "AttentionStatistics": "attention_statistics",
     "Explanation": "api",
     "Unsupported": "errors",
     "attention": "api",
     "attention_varlen": "api",
     "explain": "api",
-    "statistics": "survivors",
+    "statistics": "attention_statistics",
 }
 
 

@@ -262,11 +262,6 @@ class AttentionSpec:
         i1 = sq if self.left is None else min(sq, j1 + self.left - shift)
         return (i0, i1) if i0 < i1 else (i0, i0)
 
-    def mask_free(self, i0: int, i1: int, j0: int, j1: int, sq: int, sk: int) -> bool:
-        """Whether every row of [i0, i1) sees every key of [j0, j1)."""
-        lo, hi = self.full_key_range(i0, i1, sq, sk)
-        return lo <= j0 and j1 <= hi
-
     def edges(self, i0: int, i1: int, j0: int, j1: int, sq: int, sk: int) -> Iterator[tuple[int, int, int, int]]:
         """Rectangles (i0, i1, j0, j1) of a tile that hold all of its masked pairs: one for each side of the window."""
         shift = sk - sq
@@ -279,18 +274,6 @@ class AttentionSpec:
             last, begin = min(j1, self.first_key(i1 - 1, sq, sk)), max(i0, j0 + self.left + 1 - shift)
             if j0 < last and begin < i1:
                 yield begin, i1, j0, last
-
-    def key_tiles(self, i0: int, i1: int, sq: int, sk: int, block_n: int) -> Iterator[tuple[int, int]]:
-        """The aligned key tiles [j0, j1) that rows [i0, i1) must visit."""
-        first, end = self.key_range(i0, i1, sq, sk)
-        for j0 in range(first // block_n * block_n, end, block_n):
-            yield j0, min(j0 + block_n, sk)
-
-    def query_tiles(self, j0: int, j1: int, sq: int, sk: int, block_m: int) -> Iterator[tuple[int, int]]:
-        """The aligned row tiles [i0, i1) that keys [j0, j1) must visit."""
-        first, end = self.row_range(j0, j1, sq, sk)
-        for i0 in range(first // block_m * block_m, end, block_m):
-            yield i0, min(i0 + block_m, sq)
 
     def bias_columns(self, i0: int, i1: int, j0: int, j1: int, sq: int, sk: int) -> tuple[int, int]:
         """Table columns [c0, c1) that distances of the tile would read; they may lie outside the table."""

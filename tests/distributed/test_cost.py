@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -14,7 +13,6 @@ from backlight.distributed.cost import Machine, cost, flops, memory
 from backlight.distributed.rule import Shape
 from backlight.spec import AttentionSpec
 
-ROOT = Path(__file__).parents[2]
 SHAPE = Shape(batch=1, heads=8, kv_heads=8, d=64, dv=64, element=2)
 MACHINE = Machine("test", forward=1e12, backward=0.8e12, bandwidth=1e10, latency=1e-5, memory=1e12, block=1e-5)
 CAUSAL = AttentionSpec(causal=True)
@@ -76,24 +74,19 @@ def test_memory_halves_with_the_world(strategy: str) -> None:
 
 
 def pictures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_distributed_pictures", ROOT / "docs" / "make_distributed_pictures.py")
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    pytest.importorskip("matplotlib")
+    return importlib.import_module("make_distributed_pictures")
 
 
 def test_the_page_quotes_the_model() -> None:
     """Tables of docs/distributed.md are what the model and the records give today (the slow test checks the long ones)."""
-    pytest.importorskip("matplotlib")
     module = pictures()
     page = module.PAGE.read_text()
     for name in ("cpu", "constants", "memory"):
-        assert module.table(name) in page, f"{name}: run python docs/make_distributed_pictures.py"
+        assert module.table(name) in page, f"{name}: run python tools/make_distributed_pictures.py"
 
 
 @pytest.mark.slow
 def test_the_long_tables_too() -> None:
-    pytest.importorskip("matplotlib")
     module = pictures()
     assert module.filled(module.PAGE.read_text()) == module.PAGE.read_text()

@@ -1,0 +1,77 @@
+"""What attention does with its keys: density, surviving mass, dead rows and live tiles, head by head.
+
+A module named `statistics` would hide the function `backlight.statistics` from whoever imports the module first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backlight import running
+from backlight.api import call_of
+from backlight.call import Call
+
+TILE = (128, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStatistics:
+    """Per query head [Hq], over all rows that see at least one key.
+
+    density:    share of visible keys that keep a weight above zero (1 without tau).
+    mass:       mean sum of a row's weights (1 for plain softmax; less with a sink or a negative tau, more with a positive one).
+    dead_rows:  share of rows that keep no key at all.
+    live_tiles: share of tiles with a visible key that keep one: what a kernel that skips dead tiles would still compute.
+    """
+
+    density: Tensor
+    mass: Tensor
+    dead_rows: Tensor
+    live_tiles: Tensor
+
+
+@torch.no_grad()
+def statistics(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    tile: tuple[int, int] = TILE,
+    backend: str | None = None,
+    **options: Any,
+) -> AttentionStatistics:
+    """Statistics of the call that `attention` (or, with cu_seqlens_q, `attention_varlen`) makes of the same arguments.
+
+    tile: rows and keys of the tiles that `live_tiles` counts; they start at the first row and key of a sequence.
+    """
+    whole = isinstance(tile, (tuple, list)) and all(isinstance(size, int) and not isinstance(size, bool) for size in tile)
+    if not (whole and len(tile) == 2 and min(tile) > 0):
+        raise ValueError(f"tile must be two positive sizes (rows, keys), got {tile!r}")
+    call = call_of(q, k, v, cu_seqlens_q, cu_seqlens_k, backend=backend, **options)
+    _, lse, _ = running.forward(call, backend, False)
+    # `import backlight` loads no backend
+    from backlight.backends.tiled.counting import count
+
+    alive, pairs, mass, dead, live, rows = count(call, lse, tile)
+    return AttentionStatistics(
+        density=alive / pairs.clamp(min=1),
+        mass=mass / rows.clamp(min=1),
+        dead_rows=dead / rows.clamp(min=1),
+        live_tiles=live / max(1, _visible_tiles(call, tile)),
+    )
+
+
+def _visible_tiles(call: Call, tile: tuple[int, int]) -> int:
+    """Tiles of one head with a visible key."""
+    spec, total = call.spec, 0
+    for z in call.segments():
+        for i0 in range(0, z.sq, tile[0]):
+            j0, j1 = spec.key_range(i0, min(i0 + tile[0], z.sq), z.sq, z.sk)
+            total += -(-j1 // tile[1]) - j0 // tile[1] if j1 > j0 else 0
+    return total

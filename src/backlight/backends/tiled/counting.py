@@ -1,0 +1,69 @@
+"""What the weights of a call are, counted head by head from its lse: the tiles of the forward, kept as counts only.
+
+Weights are formed for a few rows of one key head at a time, so that a long sequence costs time and not memory. Parity contract:
+tests/nn/test_statistics.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from backlight.backends.tiled.config import Slab, Tile
+from backlight.backends.tiled.forward import base2
+from backlight.backends.tiled.primitives import Block, Elastic, Scores, Workspace
+from backlight.call import Call
+
+# weights held at a time
+WEIGHTS = 2**22
+
+
+def count(call: Call, lse: Tensor, tile: tuple[int, int]) -> Tensor:
+    """[6, Hq]: weights above zero, visible pairs, the sum of weights, rows without a weight, live tiles, rows that see a key.
+
+    A live tile has a weight above zero; tiles of `tile` (rows, keys) start at the first row and key of a sequence.
+    """
+    sums = torch.zeros(6, call.q.shape[1], dtype=torch.float64, device=call.q.device)
+    for z in call.segments():
+        for kv_head in range(call.k.shape[1]):
+            heads = slice(kv_head * call.group, (kv_head + 1) * call.group)
+            sums[:, heads] += _count_slab(call, Slab(z.batch, z.batch + 1, kv_head, kv_head + 1, z), lse, tile)
+    return sums
+
+
+def _count_slab(call: Call, slab: Slab, lse: Tensor, tile: tuple[int, int]) -> Tensor:
+    """[6, r] of the query heads of one key head."""
+    z = slab.segment
+    step = max(1, WEIGHTS // max(1, call.group * z.sk * tile[0])) * tile[0]
+    workspace = Workspace(call.group * min(step, z.sq) * z.sk, call.q, call.accumulator_dtype)
+    scores = Scores(call, slab, workspace)
+    elastic = Elastic(call, slab, workspace) if call.tau is not None else None
+    sums = torch.zeros(6, call.group, dtype=torch.float64, device=call.q.device)
+    for i0 in range(0, z.sq, step):
+        i1 = min(i0 + step, z.sq)
+        here = Tile(i0, i1, *call.spec.key_range(i0, i1, z.sq, z.sk))
+        if here.j0 >= here.j1:
+            continue
+        block = Block(slab, call.group, i0, i1)
+        scores.start(block)
+        p = scores.tile(here).sub_(base2(block.rows_of(lse[..., None]))).exp2_()
+        a, m = p, scores.mask_(workspace.take("m", *p.shape).fill_(1), here).clamp_(min=0)
+        if elastic is not None:
+            elastic.start(block)
+            a, m = elastic.weights(elastic.exact_single_(p, here), here, scores)
+        n, survivors = block.visible_counts(call, p.device), m.sum(dim=-1, keepdim=True)
+        counts = (survivors, n, a.sum(dim=-1, keepdim=True), (survivors == 0) & (n > 0), n > 0)
+        found = [block.sum_positions(each.double())[0] for each in counts]
+        alive = m[0].unflatten(0, (-1, call.group)).transpose(0, 1) > 0
+        sums += torch.stack([*found[:4], _live(alive, here.j0, tile), found[4]])
+    return sums
+
+
+def _live(alive: Tensor, j0: int, tile: tuple[int, int]) -> Tensor:
+    """[r]: tiles of `alive` [r, rows, keys from j0] in which anything is; rows start on a tile."""
+    rows, keys = alive.shape[1:]
+    before = j0 % tile[1]
+    padded = pad(alive, (before, -(keys + before) % tile[1], 0, -rows % tile[0]))
+    tiles = padded.unflatten(2, (-1, tile[1])).unflatten(1, (-1, tile[0]))
+    return tiles.any(dim=4).any(dim=2).sum(dim=(1, 2)).double()

@@ -1,0 +1,80 @@
+"""What lies in benchmarks/results is there because a page or a tool uses it, and is small."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from compact import COMPACT
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+TOOLS = list((ROOT / "tools").glob("*.py"))
+MOST_BYTES = 5_000_000
+
+
+def tracked(*patterns: str) -> list[Path]:
+    run = subprocess.run(["git", "ls-files", "-z", *patterns], cwd=ROOT, capture_output=True, text=True, check=False)
+    if run.returncode:
+        pytest.skip("not a checkout of git")
+    return [path for name in run.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def test_every_record_is_named_on_a_page_or_in_a_tool() -> None:
+    text = "".join(path.read_text() for path in (*PAGES, *TOOLS))
+    records = tracked("benchmarks/results/*.json")
+    assert records
+    assert not [path.name for path in records if path.stem not in text]
+
+
+def test_every_picture_of_a_record_is_shown() -> None:
+    text = "".join(path.read_text() for path in PAGES)
+    shown = {Path(target).name for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)}
+    assert {path.name for path in tracked("benchmarks/results/*.svg", "benchmarks/results/*.png")} <= shown
+
+
+def test_records_and_pictures_are_compact() -> None:
+    """If not: python tools/compact.py FILE."""
+    for path in tracked("benchmarks/results/*.json", "benchmarks/results/*.svg", "docs/images/*.svg"):
+        text = path.read_text()
+        assert COMPACT[path.suffix](text) == text, path
+
+
+def test_the_repository_is_small() -> None:
+    assert sum(path.stat().st_size for path in tracked()) < MOST_BYTES
+
+
+def test_a_compact_record_holds_the_same_numbers() -> None:
+    data = {"schema": 1, "rows": [{"ms": 0.30000000000000004, "n": 3}, {"ms": 1e-07, "name": "é"}], "empty": [], "none": None}
+    short = COMPACT[".json"](json.dumps(data, indent=1))
+    assert json.loads(short) == data
+    assert len(short.splitlines()) == 9
+    with pytest.raises(ValueError, match="a number would change"):
+        COMPACT[".json"]('{"ms": 1.50}')
+
+
+def test_a_compact_picture_draws_the_same() -> None:
+    drawn = """<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" width="20pt">
+ <metadata>who drew it</metadata>
+ <defs><style type="text/css">*{stroke-linejoin: round}</style></defs>
+ <g id="axes_1"><!-- 512 -->
+  <path id="marker" d="M 0.123456 10.126 \nL 3.5 0 \nz\n" style="fill: none; stroke: #b0b0b0" transform="scale(0.015625)"/>
+  <g id="line" style="fill: none; stroke: #b0b0b0"><use xlink:href="#marker" x="-12.344999"/>
+   <use xlink:href="#marker" transform="translate(63.623047 0)"/></g>
+ </g>
+</svg>"""
+    assert COMPACT[".svg"](drawn).splitlines() == [
+        '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" width="20pt">'
+        '<defs><style type="text/css">*{stroke-linejoin: round}',
+        ".s0{fill:none;stroke:#b0b0b0}</style>",
+        "</defs>",
+        '<path id="n0" d="M0.123456 10.13L3.5 0z" transform="scale(0.015625)" class="s0"/>',
+        '<g class="s0"><use xlink:href="#n0" x="-12.34"/>',
+        '<use xlink:href="#n0" x="63.62"/>',
+        "</g>",
+        "</svg>",
+    ]

@@ -1,0 +1,28 @@
+"""The records of benchmarks/results that tables and pictures are made from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
+
+
+def load(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def timed(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that passed their gate and have times."""
+    return [row for row in data["rows"] if row["status"] == "ok"]
+
+
+def newest(suite: str, what: str = "", fits: Callable[[dict[str, Any]], bool] = bool) -> Path:
+    """The newest record of a suite that fits; `what` says in words which one was looked for."""
+    for path in sorted(RESULTS.glob(f"{suite}-2*.json"), reverse=True):
+        if fits(load(path)):
+            return path
+    raise FileNotFoundError(f"no record of {suite} {what}".rstrip())
