@@ -41,12 +41,33 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {"_private", "spec", "arguments", "api", ""},
     # blocks of a sharded call go to a backend each: it looks one up, as ops does
     "distributed": {"spec", "call", "arguments", "contexts", "derivatives", "errors", "registry", "api", ""},
-    "doctor": {"_private", "spec", "call", "reference"},
-    # the command line is where names become subjects: it may look backends up
-    "doctor.command": {"spec", "call", "reference", "registry", "doctor", ""},
+    # one call with its gradients, drawn from a seed, and what is known about it: for the doctor and the bench
+    "problems": {"spec", "call", "reference"},
+    # the doctor's rooms: command -> steps -> defects -> subject, and steps -> report; nothing points back
+    "doctor.subject": {"spec", "call", "problems"},
+    "doctor.report": {"reference"},
+    "doctor.defects": {"spec", "call", "reference", "problems", "doctor.subject"},
+    "doctor.steps": {"_private", "spec", "call", "reference", "problems", "doctor.defects", "doctor.subject", "doctor.report"},
+    "doctor.command": {"spec", "problems", "doctor"},
+    # where names become subjects: it may look backends up
+    "doctor.command.subjects": {"registry", "doctor", ""},
+    "doctor": {"doctor.steps", "doctor.defects", "doctor.subject", "doctor.report"},
     "doctor.pytest_plugin": {"spec", "doctor", ""},
     "info": {"_private", "registry", ""},
-    "bench": {"_private", "spec", "call", "errors", "config", "cases", "reference", "registry", "doctor", "info", ""},
+    "bench": {
+        "_private",
+        "spec",
+        "call",
+        "errors",
+        "config",
+        "cases",
+        "reference",
+        "registry",
+        "problems",
+        "doctor",
+        "info",
+        "",
+    },
     "demo": {"spec", "call", "reference", "doctor", "bench", "info", "nn", ""},
     "__main__": {"cli"},
     "cli": {"demo", "doctor", "bench", "info", ""},
@@ -94,9 +115,9 @@ def rule_of(module: str) -> str:
 
 
 def home_of(module: str) -> str:
-    """The folder whose files may import one another."""
+    """The folder whose files may import one another: a package, a backend, a room of the doctor."""
     parts = module.split(".")
-    return ".".join(parts[:2]) if parts[0] == "backends" else parts[0]
+    return ".".join(parts[:2]) if parts[0] in ("backends", "doctor") else parts[0]
 
 
 def allowed(module: str, target: str) -> bool:
@@ -117,9 +138,9 @@ def test_arrows(module: str) -> None:
 
 
 def test_the_table_would_notice() -> None:
-    assert not allowed("doctor.probes", "api")
-    assert not allowed("doctor.probes", "")
-    assert not allowed("doctor.probes", "backends.tiled")
+    assert not allowed("doctor.steps.probes", "api")
+    assert not allowed("doctor.steps.probes", "")
+    assert not allowed("doctor.steps.probes", "backends.tiled")
     assert not allowed("backends.tiled.forward", "reference.oracle")
     assert not allowed("backends.triton.forward", "backends.tiled.primitives")
     assert not allowed("backends.replaying.program", "backends.triton.launch")
@@ -128,7 +149,13 @@ def test_the_table_would_notice() -> None:
     assert not allowed("spec", "call")
     assert not allowed("registry", "backends.tiled")
     assert allowed("backends.tiled.forward", "backends.tiled.primitives")
-    assert allowed("doctor.probes", "reference.oracle")
+    assert allowed("doctor.steps.probes", "reference.oracle")
+    assert allowed("doctor.command.line", "doctor.steps.examination")
+    assert not allowed("doctor.steps.examination", "doctor.command.keep")
+    assert not allowed("doctor.subject.subject", "doctor.steps.compare")
+    assert not allowed("doctor.report.model", "doctor.subject.case")
+    assert not allowed("doctor.steps.examination", "doctor")
+    assert not allowed("problems.inputs", "doctor.subject.case")
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module or "backlight")

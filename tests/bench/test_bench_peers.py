@@ -20,7 +20,7 @@ from backlight.bench.gate import Gate
 from backlight.bench.workload import Workload
 from backlight.call import Call
 from backlight.cases import BF16, FP32, Case
-from backlight.doctor import fa3
+from backlight.doctor.subject import fa3
 from backlight.reference import oracle
 from backlight.spec import AttentionSpec
 

@@ -13,9 +13,10 @@ from sweep import VARIANTS
 from torch import Tensor
 
 from backlight.call import Call
-from backlight.doctor import fa3, inputs, names
-from backlight.doctor.compare import compare
-from backlight.doctor.subject import Subject
+from backlight.doctor.steps.compare import compare
+from backlight.doctor.subject import fa3, names
+from backlight.doctor.subject.subject import Subject
+from backlight.problems import inputs
 from backlight.reference import oracle
 from backlight.spec import AttentionSpec
 

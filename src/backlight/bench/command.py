@@ -108,7 +108,7 @@ def _check_words(context: typer.Context, contenders: str) -> None:
 
 def _writable(option: str, folder: Path) -> None:
     """Better before hours of measuring than after."""
-    from backlight.doctor.options import writable
+    from backlight.doctor.command.options import writable
 
     writable(option, folder / "x.partial")
 
@@ -153,7 +153,7 @@ def run(
     from backlight.bench.resume import CannotResume
     from backlight.bench.step import Settings
     from backlight.bench.table import render
-    from backlight.doctor.options import number, whole
+    from backlight.doctor.command.options import number, whole
 
     try:
         _check_words(context, contenders)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from backlight.bench.truth import Slice, narrowed, problem_of, sample
 from backlight.bench.workload import Tensors
-from backlight.doctor.compare import RHO_B, RHO_B_WIDE, RHO_FAIL, Comparison, compare
-from backlight.doctor.inputs import Problem
+from backlight.doctor.steps.compare import RHO_B, RHO_B_WIDE, RHO_FAIL, Comparison, compare
+from backlight.problems.inputs import Problem
 
 OK, SUSPECT, WRONG = "ok", "suspect", "wrong"
 # the doctor calls the observed output o, with or without a gate

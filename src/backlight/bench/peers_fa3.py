@@ -12,7 +12,7 @@ from torch import Tensor
 
 from backlight.bench.contender import AUTOGRAD, BARE, Contender, by_autograd, cannot, gated, leaves_of
 from backlight.bench.workload import Tensors, Workload
-from backlight.doctor.fa3 import Fa3Function, absent, load, operator_options, source
+from backlight.doctor.subject.fa3 import Fa3Function, absent, load, operator_options, source
 
 ABLE = ("packed sequences", "a window", "softcap")
 

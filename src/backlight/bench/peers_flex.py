@@ -16,7 +16,7 @@ from backlight._private.torch import compiler_settings
 from backlight.bench.contender import PER_SHAPE, Contender, by_autograd, cannot, gated, leaves_of
 from backlight.bench.workload import Tensors, Workload
 from backlight.call import Call
-from backlight.doctor.names import SMALL_TILES
+from backlight.doctor.subject.names import SMALL_TILES
 
 # tried in this order until the kernels fit into shared memory: a captured bias is pipelined through it, a tile of fp32 a stage
 KERNEL_OPTIONS: tuple[dict[str, int], ...] = (

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from backlight.bench.memory import available_bytes
 from backlight.call import Call
-from backlight.doctor.inputs import Problem
+from backlight.problems.inputs import Problem
 from backlight.reference import Trace
 from backlight.spec import Segment
 

@@ -7,8 +7,8 @@ import torch
 from backlight.call import Call
 from backlight.doctor.defects.defect import Defect, always, causal, has, lengths_differ, windowed
 from backlight.doctor.defects.masks import CAUSAL, WINDOW, window_edges, without_causal
+from backlight.doctor.defects.mutants import Mutant, Outputs, other_spec, top_left, with_call
 from backlight.doctor.defects.terms import no_bias
-from backlight.doctor.mutants import Mutant, Outputs, other_spec, top_left, with_call
 
 
 def _scales(call: Call) -> list[Mutant]:

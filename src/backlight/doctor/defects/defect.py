@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from backlight.call import Call
-from backlight.doctor.mutants import Mutant
+from backlight.doctor.defects.mutants import Mutant
 
 Variants = Callable[[Call], Iterable[Mutant]]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from backlight.call import Call
 from backlight.doctor.defects.defect import Defect, always, causal, empty_rows, lengths_differ, packed, windowed
-from backlight.doctor.mutants import Mutant, Outputs, other_spec, top_left, with_call, zeroed
+from backlight.doctor.defects.mutants import Mutant, Outputs, other_spec, top_left, with_call, zeroed
 from backlight.reference import STAGES
 
 TILES = (16, 32, 64, 128)

@@ -1,0 +1,441 @@
+"""The doctor's main entry: run the pipeline of doctor.md section 5 and write the report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backlight.doctor.defects.catalogue import BY_ID
+from backlight.doctor.report.model import Finding, Probe, Report, StageRow, Where
+from backlight.doctor.report.words import counted
+from backlight.doctor.steps import convention, deep, probes, verdict
+from backlight.doctor.steps.compare import TRUTH_OF, Comparison, compare
+from backlight.doctor.steps.environment import environment, self_check
+from backlight.doctor.steps.expected import expected_zeros
+from backlight.doctor.steps.explain import Explanation, explain
+from backlight.doctor.steps.invariants import Identity, identities
+from backlight.doctor.steps.localise import ROW_TENSORS, local_values, only_in_empty_rows
+from backlight.doctor.steps.pictures import pictures
+from backlight.doctor.subject.layouts import ShapeMismatch
+from backlight.doctor.subject.subject import Observed, Subject
+from backlight.doctor.subject.trouble import CouldNotRun
+from backlight.problems import checks, inputs
+from backlight.problems.inputs import Problem
+from backlight.spec import AttentionSpec
+
+LEVELS = ("quick", "full", "forensic")
+# above this many score entries the explaining oracle passes move to a smaller problem of the same kind
+EXPLAIN_CELLS = 16 * 512 * 512
+# a probe that caught the subject in the act outranks an explanation of a single run
+PROBE_SCORES = {
+    "input-changed": 130.0,
+    "stale-rows": 120.0,
+    "race-lost-update": 115.0,
+    "accumulates-over-calls": 112.0,
+    "do-in-flight": 110.0,
+}
+# the wrong tensors inherit: the probe names the input that is misread
+MISREAD = ("do-stride", "do-in-flight", "input-stride")
+
+
+def diagnose(
+    subject: Any,
+    spec: AttentionSpec,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    do: Tensor | None = None,
+    level: str = "quick",
+    against: Any = None,
+    bias: Tensor | int | None = None,
+    sink: Tensor | None = None,
+    tau: Tensor | float | None = None,
+    gate: Tensor | None = None,
+    cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None,
+    shape: tuple[int, int, int, int] = inputs.DEFAULT_SHAPE,
+    kv_heads: int | None = None,
+    sk: int | None = None,
+    dv: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    recipe: str = "gaussian",
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Report:
+    """Examine an attention kernel and say what is wrong with it.
+
+    subject:  a differentiable callable f(q, k, v, **extras) -> o | (o, lse), an nn.Module, a (forward, backward) pair of raw
+              functions, or a `Subject`.
+    spec:     what it is supposed to compute.
+    q, k, v:  canonical [B,Hq,Sq,D], [B,Hkv,Sk,D], [B,Hkv,Sk,Dv] tensors (packed: B = 1 with cu_seqlens); drawn from `recipe`,
+              `shape`, `kv_heads`, `sk`, `dv`, `dtype` and `seed` when absent. do: incoming gradient [B,Hq,Sq,Dv].
+    level:    "quick" (comparison, identities, a few probes), "full" (all probes, tomography), "forensic" (tile sweep, more).
+    against:  a reference of yours: it is judged by the same oracle, because a wrong reference looks like a wrong kernel.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
+    started = time.perf_counter()
+    terms: dict[str, Any] = {"bias": bias, "sink": sink, "tau": tau, "gate": gate}
+    drawn = {"shape": shape, "kv_heads": kv_heads, "sk": sk, "dv": dv, "dtype": dtype, "recipe": recipe, "device": device}
+    problem = _problem(spec, q, k, v, do, terms, cu_seqlens, seed, drawn)
+    examination = Examination(Subject.of(subject), problem, level)
+    report = examination.report()
+    if against is not None:
+        judge_reference(report, Subject.of(against), problem)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def run_once(
+    subject: Any,
+    spec: AttentionSpec,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    do: Tensor | None = None,
+    cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None,
+    seed: int = 0,
+    **settings: Any,
+) -> Observed:
+    """One forward and one backward on what `diagnose` would examine, judged by nobody: for profilers and sanitizers.
+
+    Takes the arguments of `diagnose`; what only an examination needs (level, against) is ignored.
+    """
+    terms = {name: settings.pop(name, None) for name in ("bias", "sink", "tau", "gate")}
+    drawn = {name: value for name, value in settings.items() if name not in ("level", "against")}
+    problem = _problem(spec, q, k, v, do, terms, cu_seqlens, seed, drawn)
+    examined = Subject.of(subject)
+    if examined.layout == "auto":
+        examined, _ = convention.settle(examined, problem, [])
+    return examined.run(problem.call, problem.dy)
+
+
+def _problem(
+    spec: AttentionSpec,
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    do: Tensor | None,
+    terms: dict[str, Any],
+    cu_seqlens: Tensor | tuple[Tensor, Tensor] | None,
+    seed: int,
+    drawn: dict[str, Any],
+) -> Problem:
+    """The caller's tensors, or tensors drawn as `drawn` says."""
+    checks.check_spec(spec)
+    checks.check_terms(spec, terms)
+    checks.check_seed(seed)
+    if q is not None or k is not None or v is not None:
+        return inputs.given(spec, q, k, v, do, terms, cu_seqlens, seed)
+    problem = inputs.make(spec, seed=seed, cu_seqlens=cu_seqlens, **drawn, **terms)
+    if do is not None:
+        checks.check_like_output("do", do, problem.call.q, problem.call.v)
+        problem = problem.replace(dy=do.detach().to(problem.call.q))
+    return problem
+
+
+class Examination:
+    """One subject on one problem; `report` runs the steps in order and stops early only when nothing can be compared."""
+
+    def __init__(self, subject: Subject, problem: Problem, level: str):
+        self.subject, self.problem, self.level = subject, problem, level
+        self.notes: list[str] = []
+        self.probes: list[Probe] = []
+        self.rows: list[StageRow] = []
+        self.findings: list[Finding] = []
+        self.extra_rows: list[StageRow] = []
+        self.pictures: list[Any] = []
+
+    def report(self) -> Report:
+        started = time.perf_counter()
+        health = self_check()
+        if not health["passed"]:
+            return self._could_not_run("the oracle failed its self-check; nothing it says can be trusted", health)
+        unusable = checks.unjudgeable(self.problem)
+        if unusable:
+            return self._could_not_run(unusable, health)
+        try:
+            self.subject, observed = convention.settle(self.subject, self.problem, self.notes)
+            values = convention.natural_lse(self.subject, self.problem, observed.values, self.notes)
+            instead = convention.fill_empty_rows(self.problem, values)
+            self.examine(observed, values)
+        except (CouldNotRun, ShapeMismatch) as error:
+            return self._could_not_run(str(error), health)
+        if instead and not any(f.severity != "note" for f in self.findings):
+            title = BY_ID["empty-rows-lse"].sentence().replace("...", instead)
+            self._named("empty-rows-lse", ["everything else is right, in these rows too"], title=title)
+        return self._finish(health, time.perf_counter() - started)
+
+    # --- the steps ----------------------------------------------------------------------------------------------------------
+
+    def examine(self, observed: Observed, values: dict[str, Tensor]) -> None:
+        problem = self.problem
+        known = {n: x for n, x in values.items() if TRUTH_OF.get(n, n) in problem.truth and n != "delta"}
+        wrong_shape = [n for n, x in known.items() if x.shape != problem.truth[TRUTH_OF.get(n, n)].shape]
+        for name in wrong_shape:
+            wanted = tuple(problem.truth[TRUTH_OF.get(name, name)].shape)
+            self._add(
+                Finding("open", f"{name} has shape {tuple(known[name].shape)} instead of {wanted}", stage=name, score=90.0)
+            )
+        known = {n: x for n, x in known.items() if n not in wrong_shape}
+        comparisons = {n: compare(n, x, problem) for n, x in known.items()}
+        laws = identities(problem, known)
+        local = local_values(problem, values) if "o" in known else {}
+        self.rows = verdict.stage_rows(problem, known, comparisons, local)
+        self._observed_faults(observed)
+        self._probe(observed)
+        self._explain(known, comparisons, laws)
+        self._nonfinite(comparisons)
+        if not any(f.severity != "note" for f in self.findings):
+            found = verdict.precision_finding(problem, comparisons, self.probes)
+            if found is not None:
+                self._add(found)
+            elif self.level == "quick" and verdict.precision_hint(problem, comparisons):
+                self.notes.append(verdict.precision_hint(problem, comparisons))
+        self.pictures += pictures(comparisons, self.probes, problem)
+
+    def _observed_faults(self, observed: Observed) -> None:
+        if observed.changed_inputs:
+            names = ", ".join(observed.changed_inputs)
+            self._named(
+                "input-changed",
+                [f"{names} differ from copies taken before the call"],
+                title=f"the call changes its own inputs: {names}",
+            )
+        if observed.missing:
+            names = ", ".join(observed.missing)
+            self._named(
+                "gradient-missing", [f"autograd returned nothing for {names}"], title=f"no gradient arrives: {names} missing"
+            )
+
+    def _probe(self, observed: Observed) -> None:
+        bench = probes.Bench(self.subject, self.problem, observed)
+        chosen = {"quick": probes.QUICK, "full": probes.FULL, "forensic": probes.FORENSIC}[self.level]
+        if observed.missing or observed.changed_inputs:
+            return
+        for run in chosen:
+            found = run(bench)
+            self.probes.append(found)
+            if found.passed is False and found.data.get("finding", "open") != "open":
+                self._probe_finding(found)
+        self._one_cause()
+        if self.level != "quick":
+            deep.run(self, bench)
+
+    def _probe_finding(self, found: Probe) -> None:
+        identifier = found.data["finding"]
+        if any(f.id == identifier for f in self.findings):
+            return
+        where = None
+        if found.data.get("span"):
+            a, b = found.data["span"]
+            where = Where(rows=(a, b), text=f"rows {a}-{b - 1}")
+        lines = [f"{found.name}: {found.detail}"]
+        for name, gains in found.data.get("gains", {}).items():
+            lines.append(f"{name}: gain per head " + " ".join(f"{g:.3g}" for g in gains))
+        stage = (found.data.get("wrong") or [BY_ID[identifier].stage])[0]
+        title = ""
+        if identifier == "atomics-reorder":
+            moved = found.data["wrong"]
+            title = BY_ID[identifier].title.replace(
+                "dq differs", f"{', '.join(moved)} {'differs' if len(moved) == 1 else 'differ'}"
+            )
+        self._named(identifier, lines, where, title, None if identifier in MISREAD else stage)
+
+    def _one_cause(self) -> None:
+        """Memory faults look like races and stride errors too: keep the finding that explains the others."""
+        found = {f.id for f in self.findings}
+        gone: set[str] = set()
+        if "stale-rows" in found:
+            gone = {"accumulates-over-calls", "race-lost-update", "do-stride", "input-stride"}
+        elif "accumulates-over-calls" in found:
+            # without a memory from call to call, gradients for dO = 0 are just wrong, and explained elsewhere
+            remembers = "race-lost-update" in found
+            gone = {"race-lost-update", "do-stride", "input-stride"} if remembers else {"accumulates-over-calls"}
+        self.findings = [f for f in self.findings if f.id not in gone]
+
+    def _explain(self, values: Mapping[str, Tensor], comparisons: dict[str, Comparison], laws: list[Identity]) -> None:
+        """Step 5: a name for what the comparison saw."""
+        bad = [c for c in comparisons.values() if c.bad]
+        broken_laws = [i for i in laws if not i.holds]
+        if not bad and not broken_laws:
+            return
+        if any(f.id in ("race-lost-update", "input-changed", "accumulates-over-calls") for f in self.findings):
+            return
+        ranked, problem, _, cs, ids = self._candidates(values, comparisons, laws)
+        if ranked and ranked[0].fits:
+            self._add(verdict.from_explanation(ranked[0], ranked, problem, cs, ids))
+            return
+        if any(f.id in ("stale-rows", "gradient-missing") for f in self.findings) or self._only_nonfinite(comparisons):
+            return
+        self._add(verdict.lower_precision(problem, cs) or verdict.open_finding(self.rows, problem, cs, ids, ranked))
+
+    def _candidates(
+        self, values: Mapping[str, Tensor], comparisons: dict[str, Comparison], laws: list[Identity]
+    ) -> tuple[list[Explanation], Problem, Mapping[str, Tensor], dict[str, Comparison], list[Identity]]:
+        call = self.problem.call
+        if call.q.shape[0] * call.q.shape[1] * call.q.shape[2] * call.k.shape[2] > EXPLAIN_CELLS:
+            smaller = self._smaller()
+            if smaller is not None:
+                problem, seen, cs = smaller
+                self.notes.append(f"explained on a smaller problem of the same kind: {tuple(problem.call.q.shape)}")
+                return explain(problem, seen, cs), problem, seen, cs, identities(problem, seen)
+        return explain(self.problem, values, comparisons), self.problem, values, comparisons, laws
+
+    def _smaller(self) -> tuple[Problem, dict[str, Tensor], dict[str, Comparison]] | None:
+        """The first positions of a few heads, if the defect shows there too."""
+        problem = inputs.shrink(self.problem)
+        if problem is None:
+            return None
+        try:
+            out = self.subject.run(problem.call, problem.dy)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError):
+            return None
+        values = convention.natural_lse(self.subject, problem, out.values, [])
+        known = {n: x for n, x in values.items() if TRUTH_OF.get(n, n) in problem.truth and n != "delta"}
+        comparisons = {n: compare(n, x, problem) for n, x in known.items()}
+        return (problem, known, comparisons) if any(c.bad for c in comparisons.values()) else None
+
+    @staticmethod
+    def _only_nonfinite(comparisons: Mapping[str, Comparison]) -> bool:
+        bad = [c for c in comparisons.values() if c.bad]
+        return bool(bad) and all(bool(c.nonfinite.any()) and c.rho_a <= verdict.RHO_FAIL for c in bad)
+
+    def _nonfinite(self, comparisons: Mapping[str, Comparison]) -> None:
+        """Non-finite values are a finding of their own, unless one above already accounts for them."""
+        wrong = [c for c in comparisons.values() if bool(c.nonfinite.any())]
+        if not wrong or any(f.score >= 100 for f in self.findings):
+            return
+        first = min(wrong, key=lambda c: verdict.ORDER.index(c.name))
+        where, lines = verdict.worst_cell(first), [f"{c.name}: {c.nonfinite_words}" for c in wrong]
+        if first.name in ROW_TENSORS and only_in_empty_rows(first, self.problem.call):
+            self._named("empty-rows-nan", lines, where, stage=first.name)
+            return
+        place = f", first at {where.text}" if where is not None else ""
+        count = int(first.nonfinite.sum())
+        verb = "is" if count == 1 else "are"
+        title = f"{counted(count, 'value')} of {first.name} {verb} NaN or infinite{place}"
+        self._named("nan-cell", lines, where, title=title, stage=first.name)
+
+    # --- writing ------------------------------------------------------------------------------------------------------------
+
+    def _named(
+        self, name: str, lines: list[str], where: Where | None = None, title: str = "", stage: str | None = None
+    ) -> None:
+        defect = BY_ID[name]
+        self._add(
+            Finding(
+                name,
+                title or defect.title,
+                defect.severity,  # type: ignore[arg-type]
+                stage or defect.stage,
+                where,
+                lines,
+                "established (the probe shows it directly)",
+                "high",
+                defect.next_check,
+                None,
+                PROBE_SCORES.get(name, 105.0) if defect.severity != "note" else 1.0,
+            )
+        )
+
+    def _add(self, finding: Finding) -> None:
+        self.findings.append(finding)
+
+    def _finish(self, health: dict[str, Any], seconds: float) -> Report:
+        findings = sorted(self.findings, key=lambda f: -f.score)
+        serious = [f for f in findings if f.severity in ("defect", "test-fault")]
+        precise = [f for f in findings if f.severity == "precision"]
+        outcome = "defect" if serious else "precision" if precise else "healthy"
+        headline = (serious or precise)[0].title if serious or precise else "no defect found"
+        if serious or precise:
+            self._blame((serious or precise)[0])
+        for row in self.rows:
+            row.settle_local_error()
+        return self._report(outcome, headline, findings, health, seconds)
+
+    def _blame(self, finding: Finding) -> None:
+        """An established name decides which stage is guilty: wrong rows after it inherit, also when it was not seen itself."""
+        if finding.severity == "precision":
+            for row in self.rows:
+                row.status = "precision" if row.name == finding.stage and row.status == "ok" else row.status
+        if finding.explained is None or finding.stage not in verdict.ORDER:
+            return
+        rows = [*self.rows, *self.extra_rows]
+        for row in rows:
+            if row.name == finding.stage and row.status != "ok":
+                row.status = "culprit"
+            elif row.status in ("culprit", "suspect"):
+                row.status = "inherited"
+        if not any(row.name == finding.stage for row in rows):
+            wrong = ", ".join(row.name for row in rows if row.status == "inherited")
+            shown = wrong or ", ".join(probe.name for probe in self.probes if probe.passed is False)
+            self.extra_rows.append(StageRow(finding.stage, "culprit", note=f"not seen itself; inferred from {shown}"))
+
+    def _could_not_run(self, sentence: str, health: dict[str, Any]) -> Report:
+        return self._report("could-not-run", sentence, [], health, 0.0)
+
+    def _report(self, outcome: str, headline: str, findings: list[Finding], health: dict[str, Any], seconds: float) -> Report:
+        call = self.problem.call
+        untold = self.subject.untold(call)
+        if untold:
+            words = ", ".join(untold)
+            self.notes.append(f"the subject has no parameter for {words}: assumed to be built in")
+        order = {name: i for i, name in enumerate(verdict.ORDER)}
+        rows = sorted([*self.rows, *self.extra_rows], key=lambda r: order.get(r.name, 99))
+        return Report(
+            subject=self.subject.name,
+            verdict=outcome,  # type: ignore[arg-type]
+            headline=headline,
+            location=self.subject.location,
+            stages=rows,
+            findings=findings,
+            probes=self.probes,
+            expected_zeros=expected_zeros(call),
+            pictures=self.pictures,
+            environment=environment(call.q.device),
+            recipe=describe_problem(self.problem, self.level) | {"notes": self.notes, "layout": self.subject.layout},
+            spec={f: getattr(call.spec, f) for f in call.spec.__dataclass_fields__},
+            self_check=health,
+            seconds=seconds,
+        )
+
+
+def describe_problem(problem: Problem, level: str) -> dict[str, Any]:
+    call = problem.call
+    found: dict[str, Any] = {"recipe": problem.recipe, "seed": problem.seed, "dtype": str(call.q.dtype)[6:], "level": level}
+    found["shapes"] = {
+        n: list(getattr(call, n).shape) for n in ("q", "k", "v", "bias", "sink", "tau", "gate") if getattr(call, n) is not None
+    }
+    found["strides"] = {n: list(getattr(call, n).stride()) for n in ("q", "k", "v")}
+    if call.varlen:
+        found["cu_seqlens_q"], found["cu_seqlens_k"] = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()  # type: ignore
+    return found
+
+
+def judge_reference(report: Report, reference: Subject, problem: Problem) -> None:
+    """Case A: the user's own reference, judged by the same oracle; its faults are faults of the test."""
+    other = Examination(reference, problem.replace(), "quick")
+    found = other.report()
+    if found.verdict == "could-not-run":
+        report.findings.append(Finding("against", f"the reference could not run: {found.headline}", "note", score=0.5))
+        return
+    worst = next((f for f in found.findings if f.severity in ("defect", "test-fault")), None)
+    if worst is None:
+        report.recipe["notes"].append(f"the reference {reference.name} agrees with the oracle")
+        return
+    title = f"your reference is at fault: {worst.title.replace('what runs', 'it')}"
+    fault = replace(
+        worst, title=title, severity="test-fault", score=worst.score - 10 if report.verdict == "defect" else worst.score
+    )
+    fault.evidence = [f"reference {reference.name} ({reference.location})", *worst.evidence]
+    report.findings.append(fault)
+    report.findings.sort(key=lambda f: -f.score)
+    if report.verdict != "defect":
+        report.headline = f"the kernel is healthy; {title}"
