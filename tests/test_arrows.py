@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src"
+
+BENCH_USES = ("command_line", "problems", "peers", "doctor")
+BELOW_STEPS = ("doctor.defects", "doctor.subject", "doctor.report")
 
 # who may import whom, by the longest matching prefix; a package may always import itself
 MAY_IMPORT: dict[str, set[str]] = {
@@ -21,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "binding": {"_private", "spec", "call", "arguments"},
     "contexts": {"_private", "call", "arguments"},
     "reference": {"spec", "call"},
-    "cases": {"spec", "call", "reference"},
+    "cases": {"spec", "call", "problems"},
     "backends": set(),
     # no backend: what those that start Triton kernels share
     "backends.replaying": {"_private", "spec", "call", "config"},
@@ -43,16 +47,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed": {"spec", "call", "arguments", "contexts", "derivatives", "errors", "registry", "api", ""},
     # one call with its gradients, drawn from a seed, and what is known about it: for the doctor and the bench
     "problems": {"spec", "call", "reference"},
+    # attention by others: for the doctor and the bench
+    "peers": {"spec", "call"},
     # the doctor's rooms: command -> steps -> defects -> subject, and steps -> report; nothing points back
-    "doctor.subject": {"spec", "call", "problems"},
-    "doctor.report": {"reference"},
+    "doctor.subject": {"spec", "call", "problems", "peers"},
+    "doctor.report": {"spec", "reference"},
     "doctor.defects": {"spec", "call", "reference", "problems", "doctor.subject"},
-    "doctor.steps": {"_private", "spec", "call", "reference", "problems", "doctor.defects", "doctor.subject", "doctor.report"},
-    "doctor.command": {"spec", "problems", "doctor"},
+    "doctor.steps": {"_private", "spec", "call", "reference", "problems", "peers", *BELOW_STEPS},
+    "doctor.command": {"spec", "problems", "command_line", "doctor"},
     # where names become subjects: it may look backends up
     "doctor.command.subjects": {"registry", "doctor", ""},
-    "doctor": {"doctor.steps", "doctor.defects", "doctor.subject", "doctor.report"},
+    "doctor": {"doctor.steps", *BELOW_STEPS},
     "doctor.pytest_plugin": {"spec", "doctor", ""},
+    # what commands share
+    "command_line": set(),
     "info": {"_private", "registry", ""},
     "bench": {
         "_private",
@@ -63,10 +71,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cases",
         "reference",
         "registry",
-        "problems",
-        "doctor",
+        "command_line",
         "info",
         "",
+        *BENCH_USES,
     },
     "demo": {"spec", "call", "reference", "doctor", "bench", "info", "nn", ""},
     "__main__": {"cli"},
@@ -137,6 +145,26 @@ def test_arrows(module: str) -> None:
     assert not wrong, f"backlight.{module} must not import {['backlight.' + target for target in wrong]}"
 
 
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import one another in a circle, or none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_circles() -> None:
+    """No modules import one another in a circle, function bodies and annotations included."""
+    circle = circle_in({module: imported(path, module) - {module} for module, path in MODULES.items()})
+    assert not circle, f"a circle of imports: {' -> '.join(circle)}"
+
+
+def test_a_circle_would_be_seen() -> None:
+    assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"a"}})
+    assert not circle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+
+
 def test_the_table_would_notice() -> None:
     assert not allowed("doctor.steps.probes", "api")
     assert not allowed("doctor.steps.probes", "")
@@ -156,6 +184,8 @@ def test_the_table_would_notice() -> None:
     assert not allowed("doctor.report.model", "doctor.subject.case")
     assert not allowed("doctor.steps.examination", "doctor")
     assert not allowed("problems.inputs", "doctor.subject.case")
+    assert not allowed("peers.flex", "bench.contender")
+    assert not allowed("peers.flex", "doctor.subject.subject")
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module or "backlight")

@@ -28,7 +28,7 @@ from backlight.doctor.steps.examination import Examination
 from backlight.doctor.subject import names
 from backlight.doctor.subject.subject import Subject
 from backlight.problems import inputs
-from backlight.problems.inputs import Problem
+from backlight.problems.problem import Problem
 from backlight.spec import AttentionSpec
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -11,7 +11,7 @@ from torch import Tensor
 from backlight.bench.truth import Slice, narrowed, problem_of, sample
 from backlight.bench.workload import Tensors
 from backlight.doctor.steps.compare import RHO_B, RHO_B_WIDE, RHO_FAIL, Comparison, compare
-from backlight.problems.inputs import Problem
+from backlight.problems.problem import Problem
 
 OK, SUSPECT, WRONG = "ok", "suspect", "wrong"
 # the doctor calls the observed output o, with or without a gate

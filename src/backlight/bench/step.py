@@ -12,8 +12,8 @@ import torch
 
 from backlight.bench import machine, memory, timing
 from backlight.bench.contender import Adapter, Contender
+from backlight.bench.contenders.ours import OURS
 from backlight.bench.gate import WRONG, Gate
-from backlight.bench.ours import OURS
 from backlight.bench.rehearsal import too_slow
 from backlight.bench.results import TIMED, Results, rates
 from backlight.bench.suites import MEMORY, OVERHEAD, Suite

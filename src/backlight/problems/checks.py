@@ -1,4 +1,4 @@
-"""What an examination is asked with, checked before anything is computed; and inputs about which nothing can be said.
+"""Arguments of a problem, checked before anything is computed.
 
 A message names the argument, what came and what was expected.
 """
@@ -8,21 +8,21 @@ from __future__ import annotations
 import math
 import operator
 import os
-from typing import TYPE_CHECKING, Any
+from dataclasses import astuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from backlight.call import DTYPES, Call
-from backlight.spec import AttentionSpec
-
-if TYPE_CHECKING:
-    from backlight.problems.inputs import Problem
+from backlight.problems.axes import AXES, OUTPUT_AXES, Sizes
+from backlight.spec import TERMS, AttentionSpec
 
 # one head at a time, the oracle holds about so many Sq x Sk matrices, and the doctor so many copies of the tensors
 MATRICES, COPIES = 12, 16
 LARGEST_SEED = 2**62
-SHAPES = {"bias": "[Hq, n]", "sink": "[Hq]", "tau": "[Hq]", "gate": "[B, Hq, Sq, Dv]"}
+LETTERS = {"batch": "B", "heads": "Hq", "rows": "Sq", "keys": "Sk", "values": "Dv", "distances": "n"}
+SHAPES = {term.name: f"[{', '.join(LETTERS.get(axis, axis) for axis in term.axes)}]" for term in TERMS}
 NUMBERS: dict[str, tuple[type, ...]] = {"bias": (int,), "tau": (int, float)}
 
 
@@ -106,20 +106,20 @@ def usable_device(device: Any) -> torch.device:
     return found
 
 
-def check_room(shape: tuple[int, int, int, int], hkv: int, sk: int, dv: int, columns: int, device: torch.device) -> None:
+def check_room(sizes: Sizes, device: torch.device) -> None:
     """Refuse what can only end in the system killing the process."""
-    b, hq, sq, d = shape
     if device.type == "cuda":
         room = torch.cuda.get_device_properties(device).total_memory
     elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
         return
+    b, hq, hkv, sq, sk, d, dv, columns = astuple(sizes)
     needed = 8 * (MATRICES * sq * sk + COPIES * (b * (hq * sq + hkv * sk) * (d + dv) + hq * columns))
     if needed > room:
-        sizes = f"B {b}, Hq {hq}, Hkv {hkv}, Sq {sq}, Sk {sk}, D {d}, Dv {dv}" + (f", bias {columns}" if columns else "")
+        shape = f"B {b}, Hq {hq}, Hkv {hkv}, Sq {sq}, Sk {sk}, D {d}, Dv {dv}" + (f", bias {columns}" if columns else "")
         gib = f"about {needed / 2**30:.3g} GiB, and {device} has {room / 2**30:.3g}"
-        raise ValueError(f"the shape {sizes} is too large: the float64 oracle needs {gib}")
+        raise ValueError(f"the shape {shape} is too large: the float64 oracle needs {gib}")
 
 
 # --- tensors of the caller's ------------------------------------------------------------------------------------------------
@@ -155,12 +155,16 @@ def check_like_output(name: str, x: Any, q: Tensor, v: Tensor) -> None:
 
 
 def check_term(name: str, x: Any, q: Tensor, v: Tensor) -> None:
-    """A learned term against the tensors it belongs to."""
-    if name == "gate":
+    """A learned term against the tensors it belongs to. A table by distance may be of any length but 0."""
+    if AXES[name] == OUTPUT_AXES:
         return check_like_output(name, x, q, v)
     _dense(name, x)
+    unknown = [axis for axis in AXES[name] if axis not in ("heads", "distances")]
+    if unknown:
+        raise NotImplementedError(f"{name} has an axis of {unknown[0]}, and nothing is known here about its length")
     hq = q.shape[1]
-    fits = x.dim() == 2 and x.shape[0] == hq and x.shape[1] > 0 if name == "bias" else tuple(x.shape) == (hq,)
+    lengths = zip(AXES[name], x.shape, strict=False)
+    fits = x.dim() == len(AXES[name]) and all(n == hq if axis == "heads" else n > 0 for axis, n in lengths)
     if not fits or not x.is_floating_point():
         wanted = f"{SHAPES[name]} with Hq = {hq}"
         raise ValueError(f"{name} must be floating point of shape {wanted}, got {x.dtype} of {tuple(x.shape)}")
@@ -195,35 +199,3 @@ def _dense(name: str, x: Any) -> None:
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__} {x!r:.60}")
     if x.layout != torch.strided or x.is_meta or x.is_quantized:
         raise ValueError(f"{name} must be a plain dense tensor with values, got {x.layout} {x.dtype} on {x.device}")
-
-
-# --- values -----------------------------------------------------------------------------------------------------------------
-
-
-def unjudgeable(problem: Problem) -> str:
-    """Why nothing computed from these inputs can be judged: one sentence, or ''."""
-    return _not_finite(problem) or _overflowing(problem)
-
-
-def _not_finite(problem: Problem) -> str:
-    call, found = problem.call, []
-    names = ("q", "k", "v", "bias", "sink", "tau", "gate")
-    for name, x in (*((n, getattr(call, n)) for n in names), ("do", problem.dy)):
-        if x is None or bool(torch.isfinite(x).all()):
-            continue
-        nan, wrong = int(torch.isnan(x).sum()), (~torch.isfinite(x)).nonzero()
-        kinds = [f"{count} {word}" for count, word in ((nan, "NaN"), (len(wrong) - nan, "infinite")) if count]
-        found.append(f"{name} has {' and '.join(kinds)} of {x.numel()} values, the first at {wrong[0].tolist()}")
-    return f"the inputs hold values that are not finite: {'; '.join(found)}" if found else ""
-
-
-def _overflowing(problem: Problem) -> str:
-    """Finite inputs on which every kernel with fp32 sums leaves the range of its numbers: that is not the subject's doing."""
-    if problem.call.q.dtype == torch.float64:
-        return ""
-    for name in ("y", "dq", "dk", "dv"):
-        count = int((~torch.isfinite(problem.flashlike[name].to(problem.call.q.dtype))).sum())
-        if count:
-            word, dtype = "o" if name == "y" else name, str(problem.call.q.dtype)[6:]
-            return f"the inputs are too large for {dtype}: a textbook kernel gets {count} values of {word} that are not finite"
-    return ""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from backlight.command_line import LARGEST, number, one_of, option, sizes, whole, writable
 
 if TYPE_CHECKING:
     from backlight.doctor.subject.case import Case
@@ -15,46 +18,59 @@ if TYPE_CHECKING:
 LEVELS = ("quick", "full", "forensic")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 LAYOUTS = ("auto", "BHSD", "BSHD", "packed")
-LARGEST = 2**31 - 1
-ATTENTION = ("causal", "window", "scale", "softcap", "bias", "bias_origin", "sink", "tau", "gate")
+TIMEOUT = "300"
 # what captured tensors say themselves
 OF_A_CAPTURE = ("shape", "kv_heads", "sk", "dv", "lengths", "dtype", "recipe")
+
+ATTENTION = partial(typer.Option, rich_help_panel="Attention")
+INPUTS = partial(typer.Option, rich_help_panel="Inputs")
+EXAMINATION = partial(typer.Option, rich_help_panel="Examination")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One command line; `typed` names the options that stood on it."""
+    """One command line, which is also the list of its options; `typed` names those that stood on it."""
 
-    typed: frozenset[str]
-    subject: str | None
-    causal: bool
-    window: str | None
-    scale: str | None
-    softcap: str | None
-    bias: str | None
-    bias_origin: str
-    sink: bool
-    tau: str | None
-    gate: bool
-    shape: str
-    kv_heads: str | None
-    sk: str | None
-    dv: str | None
-    lengths: str | None
-    dtype: str
-    recipe: str
-    seed: str
-    capture: Path | None
-    device: str
-    layout: str
-    level: str
-    against: str | None
-    report: Path | None
-    json: Path | None
-    sanitize: bool
-    timeout: str
-    demo: str | None
-    list_: bool
+    subject: Annotated[
+        str | None,
+        typer.Argument(metavar="SUBJECT", help="A name (see --list), path.py:function, module:function, or demo:DEFECT."),
+    ] = None
+    causal: Annotated[bool, ATTENTION("--causal", help="Hide keys after the row's own position.")] = False
+    window: Annotated[str | None, ATTENTION(metavar="L,R", help="Reach around the row's own position; * is unbounded.")] = None
+    scale: Annotated[str | None, ATTENTION(metavar="X", help="Factor on q.k; default D ** -0.5.")] = None
+    softcap: Annotated[str | None, ATTENTION(metavar="X", help="c in c * tanh(score / c).")] = None
+    bias: Annotated[str | None, ATTENTION(metavar="N", help="Learned bias by distance, N columns.")] = None
+    bias_origin: Annotated[str, ATTENTION(metavar="N", help="Column of distance 0.")] = "0"
+    sink: Annotated[bool, ATTENTION("--sink", help="Learned logit in the denominator.")] = False
+    tau: Annotated[str | None, ATTENTION(metavar="X", help="Elastic softmax with this tau.")] = None
+    gate: Annotated[bool, ATTENTION("--gate", help="Output times sigmoid(gate).")] = False
+    shape: Annotated[str, INPUTS(metavar="B,H,S,D", help="Batch, query heads, query length, head size.")] = "2,4,200,64"
+    kv_heads: Annotated[str | None, INPUTS(metavar="N", help="Key/value heads, if fewer.")] = None
+    sk: Annotated[str | None, INPUTS(metavar="N", help="Key length, if different.")] = None
+    dv: Annotated[str | None, INPUTS(metavar="N", help="Value head size, if different.")] = None
+    lengths: Annotated[str | None, INPUTS(metavar="S1,S2,...", help="Packed sequences of these lengths.")] = None
+    dtype: Annotated[str, INPUTS(help=", ".join(DTYPES) + ".")] = "bf16"
+    recipe: Annotated[str, INPUTS(help="gaussian, peaky (saturated rows), dominant (one key), low_lse.")] = "gaussian"
+    seed: Annotated[str, INPUTS(metavar="N", help="Seed of the inputs.")] = "0"
+    capture: Annotated[Path | None, INPUTS(help="Replay tensors saved as .pt or .safetensors.")] = None
+    device: Annotated[str, INPUTS(help="Where the kernel runs.")] = "cpu"
+    layout: Annotated[str, INPUTS(help="What the kernel reads: auto, BHSD, BSHD, packed.")] = "auto"
+    level: Annotated[str, EXAMINATION(help="quick (seconds), full (a minute), forensic (everything).")] = "quick"
+    against: Annotated[str | None, EXAMINATION(metavar="SUBJECT", help="Judge this reference of yours too.")] = None
+    report: Annotated[
+        Path | None,
+        EXAMINATION(metavar="DIR", help="Write report.html, report.json and a repro script."),
+    ] = None
+    json: Annotated[Path | None, EXAMINATION(metavar="FILE", help="Write the report as JSON; - is standard output.")] = None
+    sanitize: Annotated[
+        bool, EXAMINATION("--sanitize", help="Also run the kernel once under each tool of compute-sanitizer (CUDA).")
+    ] = False
+    timeout: Annotated[
+        str, EXAMINATION(metavar="SECONDS", help="Give up when one call of the kernel takes longer; 0 = never.")
+    ] = TIMEOUT
+    demo: Annotated[str | None, EXAMINATION(metavar="NAME", help="Examine a deliberately broken kernel.")] = None
+    list_: Annotated[bool, EXAMINATION("--list", help="List kernels, demos and the defect catalogue.")] = False
+    typed: frozenset[str] = field(default=frozenset(), metadata={"typed": False})
 
     @property
     def name(self) -> str:
@@ -95,25 +111,24 @@ class Asked:
             writable("--json", self.json)
 
     def _spec(self) -> Any:
-        from backlight.spec import AttentionSpec
+        from backlight.spec import TERM_NAMES, AttentionSpec
 
+        # a term without an option of its own cannot be asked for here
+        terms = {name: getattr(self, name, None) not in (None, False) for name in TERM_NAMES}
         return AttentionSpec(
             causal=self.causal,
             window=pair(self.window),
             scale=number("--scale", self.scale),
             softcap=number("--softcap", self.softcap),
-            bias=self.bias is not None,
             bias_origin=whole("--bias-origin", self.bias_origin, least=-LARGEST) or 0,
-            sink=self.sink,
-            tau=self.tau is not None,
-            gate=self.gate,
+            **terms,
         )
 
     def _settings(self) -> dict[str, Any]:
         import torch
 
         from backlight.problems.checks import usable_device
-        from backlight.problems.inputs import RECIPES
+        from backlight.problems.recipes import RECIPES
 
         one_of("--layout", self.layout, LAYOUTS)
         try:
@@ -146,18 +161,16 @@ class Asked:
             self._refuse(OF_A_CAPTURE, "captured tensors bring their own")
         if self.name.startswith("demo:"):
             from backlight.doctor.defects.stories import own_settings
+            from backlight.spec import AttentionSpec
 
             chosen = own_settings(self.name.removeprefix("demo:"))
-            self._refuse((*ATTENTION, "capture", "layout", *chosen), "a demo brings its own")
+            attention = [each.name for each in fields(AttentionSpec)]
+            self._refuse((*attention, "capture", "layout", *chosen), "a demo brings its own")
 
     def _refuse(self, names: Iterable[str], reason: str) -> None:
         ignored = [name for name in names if name in self.typed]
         if ignored:
             raise ValueError(f"{option(ignored[0])} {getattr(self, ignored[0])} would be ignored: {reason}")
-
-
-def option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def absolute(subject: str) -> str:
@@ -179,63 +192,3 @@ def pair(text: str | None) -> tuple[int | None, int | None]:
     if max(left or 0, right or 0) > LARGEST:
         raise ValueError(f"--window wants sides up to {LARGEST}, or * for no bound, got {text!r}")
     return left, right
-
-
-def sizes(option: str, text: str, count: int | None = None) -> tuple[int, ...]:
-    try:
-        values = tuple(int(part) for part in text.replace("x", ",").split(","))
-    except ValueError:
-        raise ValueError(f"{option} wants whole numbers with commas between them, got {text!r}") from None
-    if (count is not None and len(values) != count) or min(values) < 1 or max(values) > LARGEST:
-        raise ValueError(f"{option} wants {count or 'some'} positive numbers up to {LARGEST}, got {text!r}")
-    return values
-
-
-def one_of(option: str, value: str, allowed: Iterable[str]) -> str:
-    if value not in allowed:
-        raise ValueError(f"{option} must be one of {', '.join(allowed)}, got {value!r}")
-    return value
-
-
-def whole(option: str, text: str | None, least: int = 1, most: int = LARGEST) -> int | None:
-    """A whole number; None where the option was not given."""
-    if text is None:
-        return None
-    try:
-        value = int(text)
-    except ValueError:
-        value = None
-    if value is None or not least <= value <= most:
-        raise ValueError(f"{option} must be a whole number from {least} to {most}, got {text!r}")
-    return value
-
-
-def number(option: str, text: str | None, least: float = -math.inf) -> float | None:
-    """A finite number; None where the option was not given."""
-    if text is None:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or value < least:
-        bound = f" of at least {least:g}" if math.isfinite(least) else ""
-        raise ValueError(f"{option} must be a finite number{bound}, got {text!r}")
-    return value
-
-
-def writable(option: str, path: Path) -> None:
-    """Raises with a sentence unless a file can be written there; leaves nothing behind but folders."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = not path.exists()
-        if not new and not path.is_file() and not path.is_dir():
-            # a pipe: whoever reads it would take our trial for the end
-            return
-        with path.open("ab"):
-            pass
-        if new:
-            os.remove(path)
-    except (OSError, ValueError) as error:
-        what = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ValueError(f"{option} {path} cannot be written: {what}") from None

@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from backlight.doctor.subject.case import Case
+from backlight.spec import TERM_NAMES
 
 SMALLEST_LENGTH = 8
 SMALLEST_HEAD_DIM = 8
-PLAIN = {
-    "gate": False,
-    "tau": False,
-    "sink": False,
-    "bias": False,
+# what a case can do without, in the order in which it is tried
+PLAIN: dict[str, object] = dict.fromkeys(reversed(TERM_NAMES), False) | {
     "softcap": None,
     "window": (None, None),
     "causal": False,

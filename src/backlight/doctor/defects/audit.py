@@ -12,10 +12,10 @@ from torch import Tensor
 from backlight.doctor.defects.catalogue import DEFECTS
 from backlight.doctor.defects.mutants import Mutant, run
 from backlight.problems import checks, inputs
-from backlight.spec import AttentionSpec
+from backlight.spec import GRADIENTS, AttentionSpec
 
 Rule = Callable[[Tensor, Tensor], Any]
-JUDGED = ("o", "dq", "dk", "dv", "dbias", "dsink", "dtau", "dgate")
+JUDGED = ("o", *GRADIENTS)
 
 
 @dataclass

@@ -7,6 +7,7 @@ code below.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,11 +20,11 @@ from backlight.doctor.defects.catalogue import get
 from backlight.doctor.defects.defect import Defect
 from backlight.doctor.defects.mutants import Mutant, run
 from backlight.doctor.subject.subject import Subject
-from backlight.problems.inputs import recast
-from backlight.spec import AttentionSpec
+from backlight.problems.problem import recast
+from backlight.spec import LEARNED, TENSORS, TERM_NAMES, AttentionSpec
 
 Outputs = dict[str, Tensor]
-INPUTS = ("q", "k", "v", "bias", "sink", "tau", "gate")
+OPTIONAL = tuple(each.name for each in TENSORS if each.optional)
 
 
 class Kernel:
@@ -46,7 +47,7 @@ class Kernel:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, rest: Mapping[str, Any], *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        given: dict[str, Any] = dict(zip(INPUTS, tensors, strict=True)) | dict(rest)
+        given: dict[str, Any] = dict(zip(LEARNED, tensors, strict=True)) | dict(rest)
         call = Call(**given)
         out = kernel.forward(call)
         ctx.kernel, ctx.call = kernel, call
@@ -56,7 +57,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, dlse: Tensor) -> tuple[Any, ...]:
         call = ctx.call
         out = ctx.kernel.backward(call, dy, dlse if bool(dlse.any()) else None)
-        gradients = [None if getattr(call, n) is None else out[f"d{n}"].to(getattr(call, n).dtype) for n in INPUTS]
+        gradients = [None if getattr(call, n) is None else out[f"d{n}"].to(getattr(call, n).dtype) for n in LEARNED]
         return None, None, *gradients
 
 
@@ -72,20 +73,28 @@ def attention_of(kernel: Kernel) -> Callable[..., tuple[Tensor, Tensor]]:
         window: tuple[int | None, int | None] = (None, None),
         scale: float | None = None,
         softcap: float | None = None,
-        bias: Tensor | None = None,
         bias_origin: int = 0,
-        sink: Tensor | None = None,
-        tau: Tensor | None = None,
-        gate: Tensor | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None,
+        **tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        terms = {"bias": bias is not None, "sink": sink is not None, "tau": tau is not None, "gate": gate is not None}
-        spec = AttentionSpec(causal, window, scale, softcap, bias_origin=bias_origin, **terms)
-        rest = {"spec": spec, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        return _Attention.apply(kernel, rest, q, k, v, bias, sink, tau, gate)
+        unknown = [name for name in tensors if name not in OPTIONAL]
+        if unknown:
+            raise TypeError(f"broken_attention has no {' and no '.join(unknown)}")
+        terms = {name: tensors.get(name) for name in TERM_NAMES}
+        used: dict[str, Any] = {name: x is not None for name, x in terms.items()}
+        spec = AttentionSpec(causal, window, scale, softcap, bias_origin=bias_origin, **used)
+        rest = {"spec": spec} | {name: tensors.get(name) for name in OPTIONAL if name not in terms}
+        return _Attention.apply(kernel, rest, q, k, v, *terms.values())
 
-    return broken_attention
+    return _naming_tensors(broken_attention)
+
+
+def _naming_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with every optional tensor as a keyword: the doctor tells a subject what its signature names."""
+    signature = inspect.signature(function)
+    plain = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    optional = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in OPTIONAL]
+    function.__signature__ = signature.replace(parameters=[*plain, *optional])  # type: ignore[attr-defined]
+    return function
 
 
 # --- defects without a mutant ----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from backlight.doctor.defects import calls, heads, masks, rows, scale, terms
+from backlight.doctor.defects import calls, heads, masks, packed, rows, scale, tails, terms, windows
 from backlight.doctor.defects.defect import Defect
 from backlight.spec import AttentionSpec
 
@@ -21,6 +21,9 @@ DEFECTS: tuple[Defect, ...] = (
     *scale.DEFECTS,
     *calls.DEFECTS,
     *masks.DEFECTS,
+    *windows.DEFECTS,
+    *tails.DEFECTS,
+    *packed.DEFECTS,
     *heads.DEFECTS,
     *rows.DEFECTS,
     *terms.DEFECTS,

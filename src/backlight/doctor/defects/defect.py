@@ -10,6 +10,8 @@ from backlight.call import Call
 from backlight.doctor.defects.mutants import Mutant
 
 Variants = Callable[[Call], Iterable[Mutant]]
+# what most demos ask for
+CAUSAL = {"spec": {"causal": True}}
 
 
 def _always(call: Call) -> bool:

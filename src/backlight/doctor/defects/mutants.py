@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from backlight.call import Call
+from backlight.problems.axes import cut_call
 from backlight.reference import STAGES, Oracle, Stage, Trace
 from backlight.reference.oracle import KEY_VECTORS
-from backlight.spec import AttentionSpec, Segment
+from backlight.spec import GRADIENTS, TENSORS, AttentionSpec, Segment
 
 Stages = Mapping[str, Callable[..., Tensor]]
 Outputs = dict[str, Tensor]
@@ -27,7 +28,7 @@ SAVED_ROWS = ("lse", "y", "o", "u")
 RECOMPUTED = ("x", "capped", "s", "p", "p_sink", "m", "a")
 GRADIENT_STAGES = ("do", "dgate", "dp", "dv", "delta", "ds", "dbias", "dsink", "dtau", "dx", "dq", "dk")
 # matmul operands that a kernel rounds to its storage dtype
-OPERANDS = ("a", "dx", "y", "do", "dq", "dk", "dv", "dgate")
+OPERANDS = ("a", "dx", "y", "do", *(f"d{each.name}" for each in TENSORS if each.like_q))
 
 
 def flash_delta(dy, y, do, u, tau, dlse):
@@ -86,12 +87,10 @@ class Half(Oracle):
         for b, h in product(range(call.q.shape[0]), range(call.q.shape[1])):
             if not self._wanted(b, h, call):
                 continue
-            row, key = (slice(b, b + 1), slice(h, h + 1)), (slice(b, b + 1), slice(g := self.kv_head(h, call.group), g + 1))
-            cut: dict[str, Any] = {"q": call.q[row], "k": call.k[key], "v": call.v[key], "_segments": None}
-            cut["gate"] = None if call.gate is None else call.gate[row]
-            cut |= {n: None if getattr(call, n) is None else getattr(call, n)[h : h + 1] for n in ("bias", "sink", "tau")}
-            incoming = (None if x is None else x[row] for x in (dy, dlse))
-            for _, _, segment, inputs in Oracle(self.stages, self.dtype)._heads(replace(call, **cut), *incoming):
+            g = self.kv_head(h, call.group)
+            head = cut_call(call, {"batch": slice(b, b + 1), "heads": slice(h, h + 1), "kv_heads": slice(g, g + 1)})
+            incoming = (None if x is None else x[b : b + 1, h : h + 1] for x in (dy, dlse))
+            for _, _, segment, inputs in Oracle(self.stages, self.dtype)._heads(head, *incoming):
                 yield b, h, replace(segment, batch=b), inputs
 
     def _place(self, out: Tensor, name: str, value: Tensor, b: int, h: int, segment: Segment, call: Call) -> None:
@@ -148,7 +147,7 @@ class Mutant:
         return bool(self.forward) or self.sees is not _same_call or self.kv_forward is not head_of_group
 
 
-KEPT = ("y", "lse", "dq", "dk", "dv", "dbias", "dsink", "dtau", "dgate")
+KEPT = ("y", "lse", *GRADIENTS)
 
 
 def run(
@@ -184,6 +183,9 @@ def run(
         half = Half(stages, dtype, rounding, mutant.kv_backward, saved, mutant.combine, only)
         backward_call = mutant.sees_backward(seen)
         gradient = mutant.gradient(dy if seen.q.shape == call.q.shape else relayout(dy, seen), backward_call)
+        unknown = [name for name in call.gradients if name not in GRADIENT_STAGES]
+        if unknown:
+            raise NotImplementedError(f"no mutant of the oracle computes {unknown[0]}")
         names = [name for name in keep if name in GRADIENT_STAGES]
         outputs |= dict(half(backward_call, gradient, dlse, names).items())
     return mutant.finish(outputs, call)

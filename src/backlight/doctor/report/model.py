@@ -11,9 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args
 
+from backlight.spec import GRADIENTS
+
 SCHEMA = 1
 
-STAGE_ORDER = ("s", "p", "lse", "o", "delta", "dp", "ds", "dq", "dk", "dv", "dbias", "dtau", "dsink", "dgate")
+# gradients of terms stand behind those of q, k and v; one that is not named here comes last
+TERMS_SHOWN = ("dbias", "dtau", "dsink", "dgate")
+STAGE_ORDER = ("s", "p", "lse", "o", "delta", "dp", "ds", *dict.fromkeys(("dq", "dk", "dv", *TERMS_SHOWN, *GRADIENTS)))
 
 Status = Literal["ok", "suspect", "culprit", "inherited", "precision", "unseen"]
 Severity = Literal["defect", "precision", "note", "test-fault"]

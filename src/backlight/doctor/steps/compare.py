@@ -7,13 +7,16 @@ units of yardstick A; error of the whole tensor in units of yardstick B. Every t
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from backlight.call import Call
-from backlight.problems.inputs import Problem
+from backlight.problems.axes import KEY_GRADIENTS, ROW_GRADIENTS
+from backlight.problems.problem import Problem
+from backlight.spec import PER_HEAD
 
 TILE = 64
 RHO_PASS, RHO_FAIL = 2.0, 4.0
@@ -32,7 +35,7 @@ REORDERING = 2.0
 RHO_B_WIDE = 8.0
 
 TRUTH_OF = {"o": "y"}
-PARAMETERS = ("dbias", "dsink", "dtau")
+PARAMETERS = tuple(f"d{name}" for name in PER_HEAD)
 
 
 @dataclass
@@ -89,6 +92,11 @@ class Comparison:
         error = canonical(self.x) - canonical(self.truth)
         error = torch.where(torch.isfinite(error), error, torch.isnan(error).to(error.dtype))
         return (error**2).sum(dim=-1)
+
+
+def judged(values: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor]:
+    """Those of the observed values that the oracle has an answer to. delta is shown by what follows from it."""
+    return {n: x for n, x in values.items() if TRUTH_OF.get(n, n) in problem.truth and n != "delta"}
 
 
 def canonical(x: Tensor) -> Tensor:
@@ -245,10 +253,10 @@ def _ulp(x: Tensor, truth: Tensor, usable: Tensor, dtype: torch.dtype) -> Tensor
 def exact_zeros(name: str, call: Call, truth: Tensor) -> Tensor:
     """Where a value is 0 by geometry alone: rows without keys, keys without rows, table entries no visible pair meets."""
     zeros = torch.zeros(truth.shape, dtype=torch.bool, device=truth.device)
-    if name in ("o", "dq", "dgate", "dk", "dv"):
+    if name == "o" or name in ROW_GRADIENTS or name in KEY_GRADIENTS:
         for segment in call.segments():
             seen = call.spec.allowed(segment.sq, segment.sk, truth.device)
-            if name in ("dk", "dv"):
+            if name in KEY_GRADIENTS:
                 zeros[segment.batch, :, segment.k0 : segment.k1] = ~seen.any(0)[:, None]
             else:
                 zeros[segment.batch, :, segment.q0 : segment.q1] = ~seen.any(1)[:, None]

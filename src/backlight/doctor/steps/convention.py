@@ -10,7 +10,7 @@ from torch import Tensor
 from backlight.doctor.steps.compare import compare
 from backlight.doctor.subject.subject import Observed, Subject
 from backlight.doctor.subject.trouble import CouldNotRun
-from backlight.problems.inputs import Problem
+from backlight.problems.problem import Problem
 from backlight.spec import LOG2E
 
 REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, AssertionError)

@@ -1,25 +1,23 @@
-"""The part of the examination that only `full` and `forensic` run: tomography, exact arithmetic, the gradient through lse."""
+"""The part of an examination that only `full` and `forensic` run: tomography, exact arithmetic, the gradient through lse."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from backlight.doctor.report.model import Picture, Probe, StageRow
 from backlight.doctor.steps import convention, exact, tomography
-from backlight.doctor.steps.compare import TRUTH_OF, compare
+from backlight.doctor.steps.compare import compare, judged
 from backlight.doctor.steps.explain import explain
 from backlight.doctor.steps.invariants import identities
 from backlight.doctor.steps.probes import Bench
+from backlight.doctor.steps.sheet import Sheet
 from backlight.doctor.steps.verdict import from_explanation
 from backlight.problems import inputs
+from backlight.problems.problem import Problem
 from backlight.reference import eager, oracle
-
-if TYPE_CHECKING:
-    from backlight.doctor.steps.examination import Examination
 
 LENGTH = 512
 CELLS = 24
@@ -27,27 +25,27 @@ LENGTHS = (128, 129, 191, 192, 193, 255)
 REFUSALS = convention.REFUSALS
 
 
-def run(examination: Examination, bench: Bench) -> None:
-    """Adds probes, stage rows, pictures and findings to the examination."""
-    steps: list[Callable[[Examination, Bench], None]] = [_tomography, _exact, _through_lse]
-    if examination.level == "forensic":
+def run(sheet: Sheet, bench: Bench) -> None:
+    """Adds probes, stage rows, pictures and findings to the sheet."""
+    steps: list[Callable[[Sheet, Bench], None]] = [_tomography, _exact, _through_lse]
+    if sheet.level == "forensic":
         steps.append(_lengths)
     for step in steps:
         started = time.perf_counter()
-        count = len(examination.probes)
+        count = len(sheet.probes)
         try:
-            step(examination, bench)
+            step(sheet, bench)
         except REFUSALS as error:
             first = str(error).splitlines()[0][:200] if str(error) else repr(error)
-            examination.probes.append(Probe(step.__name__.strip("_").replace("_", " "), None, f"the subject refused: {first}"))
-        for found in examination.probes[count:]:
-            found.seconds = found.seconds or (time.perf_counter() - started) / max(1, len(examination.probes) - count)
+            sheet.probes.append(Probe(step.__name__.strip("_").replace("_", " "), None, f"the subject refused: {first}"))
+        for found in sheet.probes[count:]:
+            found.seconds = found.seconds or (time.perf_counter() - started) / max(1, len(sheet.probes) - count)
 
 
-def _tomography(examination: Examination, bench: Bench) -> None:
+def _tomography(sheet: Sheet, bench: Bench) -> None:
     problem, call = bench.problem, bench.problem.call
     if max(call.q.shape[2], call.k.shape[2]) > LENGTH or min(call.q.shape[2], call.k.shape[2]) == 0:
-        examination.probes.append(Probe("tomography", None, f"only up to {LENGTH} positions"))
+        sheet.probes.append(Probe("tomography", None, f"only up to {LENGTH} positions"))
         return
     for read in (tomography.forward_weights, tomography.backward_weights, tomography.score_gradient):
         found = read(bench.subject, problem)
@@ -56,15 +54,15 @@ def _tomography(examination: Examination, bench: Bench) -> None:
         good = not words and found.relative <= limit
         row = StageRow(found.name, gain=found.gain, global_error=found.relative, note=words or "read by one-hot probes")
         row.status = "ok" if good else "culprit"
-        examination.extra_rows.append(row)
+        sheet.extra_rows.append(row)
         detail = words or f"off by {100 * found.relative:.2g} % (a correct kernel: below {100 * limit:.2g} %)"
-        examination.probes.append(Probe(f"tomography of {found.name}", good, detail))
+        sheet.probes.append(Probe(f"tomography of {found.name}", good, detail))
         if words:
-            examination.pictures.append(_support(found))
-    _inherit(examination)
+            sheet.pictures.append(_support(found))
+    _inherit(sheet)
 
 
-def _limit(found: tomography.Recovered, problem: inputs.Problem) -> float:
+def _limit(found: tomography.Recovered, problem: Problem) -> float:
     """What plain PyTorch's rounding would do to the same matrix, with room for the probe's own inversion."""
     name = {"p": "a", "p (bwd)": "a", "ds": "dx"}[found.name]
     yardstick = eager(problem.call, problem.dy, keep=(name,))[name].double()
@@ -72,14 +70,14 @@ def _limit(found: tomography.Recovered, problem: inputs.Problem) -> float:
     return 4 * float((yardstick - truth).norm() / truth.norm().clamp(min=1e-300)) + 8 * problem.eps
 
 
-def _inherit(examination: Examination) -> None:
+def _inherit(sheet: Sheet) -> None:
     """The first wrong stage is the culprit; wrong stages after it inherit."""
     order = ("p", "p (bwd)", "ds")
-    recovered = sorted(examination.extra_rows, key=lambda r: order.index(r.name))
+    recovered = sorted(sheet.extra_rows, key=lambda r: order.index(r.name))
     wrong = [r for r in recovered if r.status == "culprit"]
     for row in wrong[1:]:
         row.status = "inherited"
-    for row in examination.rows if wrong else ():
+    for row in sheet.rows if wrong else ():
         if row.status == "culprit" and (wrong[0].name == "p" or row.name.startswith("d")):
             row.status = "inherited"
 
@@ -100,19 +98,19 @@ def _support(found: tomography.Recovered) -> Picture:
     return Picture("support", f"which keys each row uses in the {direction} ({found.name} of b{b} h{h})", data)
 
 
-def _exact(examination: Examination, bench: Bench) -> None:
+def _exact(sheet: Sheet, bench: Bench) -> None:
     found = exact.exact_arithmetic(bench.subject, bench.problem)
-    examination.probes.append(found)
-    for finding in examination.findings:
+    sheet.probes.append(found)
+    for finding in sheet.findings:
         if finding.id in ("race-lost-update", "atomics-reorder") and found.passed is not None:
             finding.evidence.append(f"exact-arithmetic probe: {found.detail}")
 
 
-def _through_lse(examination: Examination, bench: Bench) -> None:
+def _through_lse(sheet: Sheet, bench: Bench) -> None:
     """A loss on lse as well: gradients must follow eq. 20."""
     problem, subject = bench.problem, bench.subject
     if "lse" not in bench.base:
-        examination.probes.append(Probe("gradient through lse", None, "the subject returns no lse"))
+        sheet.probes.append(Probe("gradient through lse", None, "the subject returns no lse"))
         return
     a, _ = convention.fit(bench.base["lse"], problem.truth.lse)
     generator = torch.Generator().manual_seed(problem.seed + 5)
@@ -122,31 +120,31 @@ def _through_lse(examination: Examination, bench: Bench) -> None:
     out = subject.run(problem.call, problem.dy, dlse / a if abs(a - 1) > 1e-3 else dlse)
     plain = bench.run()
     if all(torch.equal(out[n], plain[n]) for n in ("dq", "dk") if n in out):
-        examination.probes.append(_ignored(examination, with_lse, out.values))
+        sheet.probes.append(_ignored(sheet, with_lse, out.values))
         return
-    _judge_lse(examination, with_lse, out.values)
+    _judge_lse(sheet, with_lse, out.values)
 
 
-def _differentiable(examination: Examination, problem: inputs.Problem) -> bool:
+def _differentiable(sheet: Sheet, problem: Problem) -> bool:
     """Whether the subject's lse takes part in autograd at all."""
-    return examination.subject.backward is None and examination.subject.lse_differentiable(problem.call)
+    return sheet.subject.backward is None and sheet.subject.lse_differentiable(problem.call)
 
 
-def _ignored(examination: Examination, problem: inputs.Problem, values: dict[str, torch.Tensor]) -> Probe:
-    if not _differentiable(examination, problem):
+def _ignored(sheet: Sheet, problem: Problem, values: dict[str, torch.Tensor]) -> Probe:
+    if not _differentiable(sheet, problem):
         return Probe("gradient through lse", None, "lse is returned without a gradient")
-    _judge_lse(examination, problem, values, report=False)
+    _judge_lse(sheet, problem, values, report=False)
     return Probe("gradient through lse", False, "a gradient into lse changes nothing", data={"finding": "dlse-ignored"})
 
 
-def _judge_lse(examination: Examination, problem: inputs.Problem, values: dict[str, torch.Tensor], report: bool = True) -> None:
-    known = {n: x for n, x in values.items() if n in problem.truth and n.startswith("d") and n != "delta"}
+def _judge_lse(sheet: Sheet, problem: Problem, values: dict[str, torch.Tensor], report: bool = True) -> None:
+    known = {name: x for name, x in judged(values, problem).items() if name.startswith("d")}
     comparisons = {n: compare(n, x, problem) for n, x in known.items()}
     wrong = [c.name for c in comparisons.values() if c.bad]
     if report:
         detail = "right" if not wrong else ", ".join(wrong) + " wrong when the loss uses lse"
-        examination.probes.append(Probe("gradient through lse", not wrong, detail))
-    already = any(r.status in ("culprit", "inherited") for r in examination.rows)
+        sheet.probes.append(Probe("gradient through lse", not wrong, detail))
+    already = any(r.status in ("culprit", "inherited") for r in sheet.rows)
     if not wrong or already:
         return
     ranked = explain(problem, known, comparisons)
@@ -154,14 +152,14 @@ def _judge_lse(examination: Examination, problem: inputs.Problem, values: dict[s
     if ranked and ranked[0].fits:
         found = from_explanation(ranked[0], ranked, problem, comparisons, laws)
         found.evidence.insert(0, "all of this holds for a loss that uses lse; with a loss on o alone nothing is wrong")
-        examination.findings.append(found)
+        sheet.findings.append(found)
 
 
-def _lengths(examination: Examination, bench: Bench) -> None:
+def _lengths(sheet: Sheet, bench: Bench) -> None:
     """Other lengths around the usual tile sizes, the same spec."""
     call = bench.problem.call
     if call.varlen or call.q.shape[2] != call.k.shape[2]:
-        examination.probes.append(Probe("lengths", None, "packed or unequal lengths"))
+        sheet.probes.append(Probe("lengths", None, "packed or unequal lengths"))
         return
     bad = []
     for length in LENGTHS:
@@ -170,9 +168,7 @@ def _lengths(examination: Examination, bench: Bench) -> None:
             dtype=call.q.dtype, seed=bench.problem.seed, device=call.q.device,
         )  # fmt: skip
         out = convention.natural_lse(bench.subject, problem, bench.subject.run(problem.call, problem.dy).values, [])
-        names = [
-            n for n, x in out.items() if TRUTH_OF.get(n, n) in problem.truth and n != "delta" and compare(n, x, problem).bad
-        ]
+        names = [name for name, x in judged(out, problem).items() if compare(name, x, problem).bad]
         if names:
             bad.append(f"S = {length}: {', '.join(names)}")
-    examination.probes.append(Probe("lengths", not bad, "; ".join(bad) or f"right for S in {', '.join(map(str, LENGTHS))}"))
+    sheet.probes.append(Probe("lengths", not bad, "; ".join(bad) or f"right for S in {', '.join(map(str, LENGTHS))}"))

@@ -11,9 +11,11 @@ import torch
 
 from backlight.call import Call
 from backlight.doctor.steps.invariants import identities
+from backlight.peers.eager import attention
 from backlight.problems import inputs
+from backlight.problems.axes import tensors_of
 from backlight.reference import oracle
-from backlight.spec import AttentionSpec
+from backlight.spec import TERM_NAMES, AttentionSpec
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -36,7 +38,7 @@ def environment(device: torch.device) -> dict[str, str]:
 @lru_cache(maxsize=1)
 def self_check() -> dict[str, Any]:
     """The oracle against autograd on a small problem with every term, and the identities on the oracle; cached per process."""
-    spec = AttentionSpec(causal=True, window=(7, 0), softcap=3.0, bias=True, sink=True, tau=True, gate=True)
+    spec = AttentionSpec(causal=True, window=(7, 0), softcap=3.0, **dict.fromkeys(TERM_NAMES, True))
     problem = inputs.make(spec, (1, 2, 9, 4), kv_heads=1, sk=11, dtype=torch.float64, seed=3)
     difference = _autograd_difference(problem.call, problem.dy)
     plain = inputs.make(AttentionSpec(causal=True), (1, 2, 16, 8), dtype=torch.float32, seed=3)
@@ -46,28 +48,10 @@ def self_check() -> dict[str, Any]:
 
 
 def _autograd_difference(call: Call, dy: torch.Tensor) -> float:
-    """Largest relative distance between the hand-written backward and autograd through an independent dense forward."""
-    names = ("q", "k", "v", "bias", "sink", "tau", "gate")
-    leaves = {n: getattr(call, n).detach().clone().requires_grad_() for n in names}
-    y = _dense(call.spec, leaves, call.group)
+    """Largest relative distance between the hand-written backward and autograd through plain PyTorch."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors_of(call).items()}
+    y = attention(call)(**leaves)
     found = torch.autograd.grad(y, list(leaves.values()), dy)
     trace = oracle(call, dy)
-    pairs = [(y.detach(), trace.y), *((g, trace[f"d{n}"]) for n, g in zip(names, found, strict=True))]
+    pairs = [(y.detach(), trace.y), *((g, trace[f"d{n}"]) for n, g in zip(leaves, found, strict=True))]
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs)
-
-
-def _dense(spec: AttentionSpec, x: dict[str, torch.Tensor], group: int) -> torch.Tensor:
-    """Eq. 4-13 written out for autograd."""
-    k, v = (x[n].repeat_interleave(group, dim=1) for n in ("k", "v"))
-    sq, sk = x["q"].shape[2], k.shape[2]
-    visible, n = spec.allowed(sq, sk), spec.visible_counts(sq, sk).clamp(min=1)[:, None]
-    s = spec.resolve_scale(k.shape[-1]) * (x["q"] @ k.mT)
-    s = s if spec.softcap is None else spec.softcap * torch.tanh(s / spec.softcap)
-    column = torch.arange(sq)[:, None] + sk - sq - torch.arange(sk)[None, :] + spec.bias_origin
-    inside = (column >= 0) & (column < x["bias"].shape[1])
-    s = s + torch.where(inside, x["bias"][:, column.clamp(0, x["bias"].shape[1] - 1)], 0.0)
-    s = s.masked_fill(~visible, -torch.inf)
-    sink = x["sink"][None, :, None, None].expand(*s.shape[:3], 1)
-    p = torch.softmax(torch.cat([s, sink], dim=-1), dim=-1)[..., :-1]
-    weights = torch.relu(p + x["tau"][None, :, None, None] / n) * visible
-    return (weights @ v) * torch.sigmoid(x["gate"])

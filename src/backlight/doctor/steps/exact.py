@@ -16,7 +16,7 @@ from torch import Tensor
 from backlight.call import Call
 from backlight.doctor.report.model import Probe
 from backlight.doctor.subject.subject import Subject
-from backlight.problems.inputs import Problem
+from backlight.problems.problem import Problem
 from backlight.reference import STAGES, Oracle, Stage, oracle
 
 LENGTH = 256
@@ -31,7 +31,7 @@ SLACK = 64 * torch.finfo(torch.float32).eps
 
 def applicable(subject: Subject, call: Call) -> str:
     """Why the probe cannot run on this call; '' when it can."""
-    if call.varlen or call.sink is not None or call.tau is not None or call.gate is not None:
+    if call.varlen or set(call.spec.terms) - {"bias"}:
         return "packed sequences and learned terms have no exact inputs"
     if not _power_of_two(call.scale) and not subject.takes("scale"):
         return f"the scale {call.scale:.4g} is not a power of two and cannot be chosen"

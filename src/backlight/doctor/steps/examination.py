@@ -11,34 +11,27 @@ import torch
 from torch import Tensor
 
 from backlight.doctor.defects.catalogue import BY_ID
-from backlight.doctor.report.model import Finding, Probe, Report, StageRow, Where
+from backlight.doctor.report.model import Finding, Probe, Report, Where
 from backlight.doctor.report.words import counted
-from backlight.doctor.steps import convention, deep, probes, verdict
-from backlight.doctor.steps.compare import TRUTH_OF, Comparison, compare
-from backlight.doctor.steps.environment import environment, self_check
-from backlight.doctor.steps.expected import expected_zeros
+from backlight.doctor.steps import convention, deep, probes, usable, verdict
+from backlight.doctor.steps.compare import TRUTH_OF, Comparison, compare, judged
+from backlight.doctor.steps.environment import self_check
 from backlight.doctor.steps.explain import Explanation, explain
 from backlight.doctor.steps.invariants import Identity, identities
 from backlight.doctor.steps.localise import ROW_TENSORS, local_values, only_in_empty_rows
 from backlight.doctor.steps.pictures import pictures
+from backlight.doctor.steps.sheet import Sheet
 from backlight.doctor.subject.layouts import ShapeMismatch
 from backlight.doctor.subject.subject import Observed, Subject
 from backlight.doctor.subject.trouble import CouldNotRun
 from backlight.problems import checks, inputs
-from backlight.problems.inputs import Problem
-from backlight.spec import AttentionSpec
+from backlight.problems.inputs import Given
+from backlight.problems.problem import Problem, shrink
+from backlight.spec import TERM_NAMES, AttentionSpec
 
 LEVELS = ("quick", "full", "forensic")
 # above this many score entries the explaining oracle passes move to a smaller problem of the same kind
 EXPLAIN_CELLS = 16 * 512 * 512
-# a probe that caught the subject in the act outranks an explanation of a single run
-PROBE_SCORES = {
-    "input-changed": 130.0,
-    "stale-rows": 120.0,
-    "race-lost-update": 115.0,
-    "accumulates-over-calls": 112.0,
-    "do-in-flight": 110.0,
-}
 # the wrong tensors inherit: the probe names the input that is misread
 MISREAD = ("do-stride", "do-in-flight", "input-stride")
 
@@ -82,7 +75,7 @@ def diagnose(
     started = time.perf_counter()
     terms: dict[str, Any] = {"bias": bias, "sink": sink, "tau": tau, "gate": gate}
     drawn = {"shape": shape, "kv_heads": kv_heads, "sk": sk, "dv": dv, "dtype": dtype, "recipe": recipe, "device": device}
-    problem = _problem(spec, q, k, v, do, terms, cu_seqlens, seed, drawn)
+    problem = _problem(spec, Given(q, k, v, do), terms, cu_seqlens, seed, drawn)
     examination = Examination(Subject.of(subject), problem, level)
     report = examination.report()
     if against is not None:
@@ -107,9 +100,9 @@ def run_once(
 
     Takes the arguments of `diagnose`; what only an examination needs (level, against) is ignored.
     """
-    terms = {name: settings.pop(name, None) for name in ("bias", "sink", "tau", "gate")}
+    terms = {name: settings.pop(name, None) for name in TERM_NAMES}
     drawn = {name: value for name, value in settings.items() if name not in ("level", "against")}
-    problem = _problem(spec, q, k, v, do, terms, cu_seqlens, seed, drawn)
+    problem = _problem(spec, Given(q, k, v, do), terms, cu_seqlens, seed, drawn)
     examined = Subject.of(subject)
     if examined.layout == "auto":
         examined, _ = convention.settle(examined, problem, [])
@@ -118,10 +111,7 @@ def run_once(
 
 def _problem(
     spec: AttentionSpec,
-    q: Tensor | None,
-    k: Tensor | None,
-    v: Tensor | None,
-    do: Tensor | None,
+    tensors: Given,
     terms: dict[str, Any],
     cu_seqlens: Tensor | tuple[Tensor, Tensor] | None,
     seed: int,
@@ -131,56 +121,47 @@ def _problem(
     checks.check_spec(spec)
     checks.check_terms(spec, terms)
     checks.check_seed(seed)
-    if q is not None or k is not None or v is not None:
-        return inputs.given(spec, q, k, v, do, terms, cu_seqlens, seed)
+    if tensors.any:
+        return inputs.given(spec, tensors, terms, cu_seqlens, seed)
     problem = inputs.make(spec, seed=seed, cu_seqlens=cu_seqlens, **drawn, **terms)
-    if do is not None:
-        checks.check_like_output("do", do, problem.call.q, problem.call.v)
-        problem = problem.replace(dy=do.detach().to(problem.call.q))
+    if tensors.do is not None:
+        checks.check_like_output("do", tensors.do, problem.call.q, problem.call.v)
+        problem = problem.replace(dy=tensors.do.detach().to(problem.call.q))
     return problem
 
 
-class Examination:
+class Examination(Sheet):
     """One subject on one problem; `report` runs the steps in order and stops early only when nothing can be compared."""
-
-    def __init__(self, subject: Subject, problem: Problem, level: str):
-        self.subject, self.problem, self.level = subject, problem, level
-        self.notes: list[str] = []
-        self.probes: list[Probe] = []
-        self.rows: list[StageRow] = []
-        self.findings: list[Finding] = []
-        self.extra_rows: list[StageRow] = []
-        self.pictures: list[Any] = []
 
     def report(self) -> Report:
         started = time.perf_counter()
         health = self_check()
         if not health["passed"]:
-            return self._could_not_run("the oracle failed its self-check; nothing it says can be trusted", health)
-        unusable = checks.unjudgeable(self.problem)
+            return self.could_not_run("the oracle failed its self-check; nothing it says can be trusted", health)
+        unusable = usable.unjudgeable(self.problem)
         if unusable:
-            return self._could_not_run(unusable, health)
+            return self.could_not_run(unusable, health)
         try:
             self.subject, observed = convention.settle(self.subject, self.problem, self.notes)
             values = convention.natural_lse(self.subject, self.problem, observed.values, self.notes)
             instead = convention.fill_empty_rows(self.problem, values)
             self.examine(observed, values)
         except (CouldNotRun, ShapeMismatch) as error:
-            return self._could_not_run(str(error), health)
+            return self.could_not_run(str(error), health)
         if instead and not any(f.severity != "note" for f in self.findings):
             title = BY_ID["empty-rows-lse"].sentence().replace("...", instead)
-            self._named("empty-rows-lse", ["everything else is right, in these rows too"], title=title)
-        return self._finish(health, time.perf_counter() - started)
+            self.named("empty-rows-lse", ["everything else is right, in these rows too"], title=title)
+        return self.finish(health, time.perf_counter() - started)
 
     # --- the steps ----------------------------------------------------------------------------------------------------------
 
     def examine(self, observed: Observed, values: dict[str, Tensor]) -> None:
         problem = self.problem
-        known = {n: x for n, x in values.items() if TRUTH_OF.get(n, n) in problem.truth and n != "delta"}
+        known = judged(values, problem)
         wrong_shape = [n for n, x in known.items() if x.shape != problem.truth[TRUTH_OF.get(n, n)].shape]
         for name in wrong_shape:
             wanted = tuple(problem.truth[TRUTH_OF.get(name, name)].shape)
-            self._add(
+            self.add(
                 Finding("open", f"{name} has shape {tuple(known[name].shape)} instead of {wanted}", stage=name, score=90.0)
             )
         known = {n: x for n, x in known.items() if n not in wrong_shape}
@@ -195,7 +176,7 @@ class Examination:
         if not any(f.severity != "note" for f in self.findings):
             found = verdict.precision_finding(problem, comparisons, self.probes)
             if found is not None:
-                self._add(found)
+                self.add(found)
             elif self.level == "quick" and verdict.precision_hint(problem, comparisons):
                 self.notes.append(verdict.precision_hint(problem, comparisons))
         self.pictures += pictures(comparisons, self.probes, problem)
@@ -203,14 +184,14 @@ class Examination:
     def _observed_faults(self, observed: Observed) -> None:
         if observed.changed_inputs:
             names = ", ".join(observed.changed_inputs)
-            self._named(
+            self.named(
                 "input-changed",
                 [f"{names} differ from copies taken before the call"],
                 title=f"the call changes its own inputs: {names}",
             )
         if observed.missing:
             names = ", ".join(observed.missing)
-            self._named(
+            self.named(
                 "gradient-missing", [f"autograd returned nothing for {names}"], title=f"no gradient arrives: {names} missing"
             )
 
@@ -246,7 +227,7 @@ class Examination:
             title = BY_ID[identifier].title.replace(
                 "dq differs", f"{', '.join(moved)} {'differs' if len(moved) == 1 else 'differ'}"
             )
-        self._named(identifier, lines, where, title, None if identifier in MISREAD else stage)
+        self.named(identifier, lines, where, title, None if identifier in MISREAD else stage)
 
     def _one_cause(self) -> None:
         """Memory faults look like races and stride errors too: keep the finding that explains the others."""
@@ -270,11 +251,11 @@ class Examination:
             return
         ranked, problem, _, cs, ids = self._candidates(values, comparisons, laws)
         if ranked and ranked[0].fits:
-            self._add(verdict.from_explanation(ranked[0], ranked, problem, cs, ids))
+            self.add(verdict.from_explanation(ranked[0], ranked, problem, cs, ids))
             return
         if any(f.id in ("stale-rows", "gradient-missing") for f in self.findings) or self._only_nonfinite(comparisons):
             return
-        self._add(verdict.lower_precision(problem, cs) or verdict.open_finding(self.rows, problem, cs, ids, ranked))
+        self.add(verdict.lower_precision(problem, cs) or verdict.open_finding(self.rows, problem, cs, ids, ranked))
 
     def _candidates(
         self, values: Mapping[str, Tensor], comparisons: dict[str, Comparison], laws: list[Identity]
@@ -290,7 +271,7 @@ class Examination:
 
     def _smaller(self) -> tuple[Problem, dict[str, Tensor], dict[str, Comparison]] | None:
         """The first positions of a few heads, if the defect shows there too."""
-        problem = inputs.shrink(self.problem)
+        problem = shrink(self.problem)
         if problem is None:
             return None
         try:
@@ -298,7 +279,7 @@ class Examination:
         except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError):
             return None
         values = convention.natural_lse(self.subject, problem, out.values, [])
-        known = {n: x for n, x in values.items() if TRUTH_OF.get(n, n) in problem.truth and n != "delta"}
+        known = judged(values, problem)
         comparisons = {n: compare(n, x, problem) for n, x in known.items()}
         return (problem, known, comparisons) if any(c.bad for c in comparisons.values()) else None
 
@@ -315,108 +296,13 @@ class Examination:
         first = min(wrong, key=lambda c: verdict.ORDER.index(c.name))
         where, lines = verdict.worst_cell(first), [f"{c.name}: {c.nonfinite_words}" for c in wrong]
         if first.name in ROW_TENSORS and only_in_empty_rows(first, self.problem.call):
-            self._named("empty-rows-nan", lines, where, stage=first.name)
+            self.named("empty-rows-nan", lines, where, stage=first.name)
             return
         place = f", first at {where.text}" if where is not None else ""
         count = int(first.nonfinite.sum())
         verb = "is" if count == 1 else "are"
         title = f"{counted(count, 'value')} of {first.name} {verb} NaN or infinite{place}"
-        self._named("nan-cell", lines, where, title=title, stage=first.name)
-
-    # --- writing ------------------------------------------------------------------------------------------------------------
-
-    def _named(
-        self, name: str, lines: list[str], where: Where | None = None, title: str = "", stage: str | None = None
-    ) -> None:
-        defect = BY_ID[name]
-        self._add(
-            Finding(
-                name,
-                title or defect.title,
-                defect.severity,  # type: ignore[arg-type]
-                stage or defect.stage,
-                where,
-                lines,
-                "established (the probe shows it directly)",
-                "high",
-                defect.next_check,
-                None,
-                PROBE_SCORES.get(name, 105.0) if defect.severity != "note" else 1.0,
-            )
-        )
-
-    def _add(self, finding: Finding) -> None:
-        self.findings.append(finding)
-
-    def _finish(self, health: dict[str, Any], seconds: float) -> Report:
-        findings = sorted(self.findings, key=lambda f: -f.score)
-        serious = [f for f in findings if f.severity in ("defect", "test-fault")]
-        precise = [f for f in findings if f.severity == "precision"]
-        outcome = "defect" if serious else "precision" if precise else "healthy"
-        headline = (serious or precise)[0].title if serious or precise else "no defect found"
-        if serious or precise:
-            self._blame((serious or precise)[0])
-        for row in self.rows:
-            row.settle_local_error()
-        return self._report(outcome, headline, findings, health, seconds)
-
-    def _blame(self, finding: Finding) -> None:
-        """An established name decides which stage is guilty: wrong rows after it inherit, also when it was not seen itself."""
-        if finding.severity == "precision":
-            for row in self.rows:
-                row.status = "precision" if row.name == finding.stage and row.status == "ok" else row.status
-        if finding.explained is None or finding.stage not in verdict.ORDER:
-            return
-        rows = [*self.rows, *self.extra_rows]
-        for row in rows:
-            if row.name == finding.stage and row.status != "ok":
-                row.status = "culprit"
-            elif row.status in ("culprit", "suspect"):
-                row.status = "inherited"
-        if not any(row.name == finding.stage for row in rows):
-            wrong = ", ".join(row.name for row in rows if row.status == "inherited")
-            shown = wrong or ", ".join(probe.name for probe in self.probes if probe.passed is False)
-            self.extra_rows.append(StageRow(finding.stage, "culprit", note=f"not seen itself; inferred from {shown}"))
-
-    def _could_not_run(self, sentence: str, health: dict[str, Any]) -> Report:
-        return self._report("could-not-run", sentence, [], health, 0.0)
-
-    def _report(self, outcome: str, headline: str, findings: list[Finding], health: dict[str, Any], seconds: float) -> Report:
-        call = self.problem.call
-        untold = self.subject.untold(call)
-        if untold:
-            words = ", ".join(untold)
-            self.notes.append(f"the subject has no parameter for {words}: assumed to be built in")
-        order = {name: i for i, name in enumerate(verdict.ORDER)}
-        rows = sorted([*self.rows, *self.extra_rows], key=lambda r: order.get(r.name, 99))
-        return Report(
-            subject=self.subject.name,
-            verdict=outcome,  # type: ignore[arg-type]
-            headline=headline,
-            location=self.subject.location,
-            stages=rows,
-            findings=findings,
-            probes=self.probes,
-            expected_zeros=expected_zeros(call),
-            pictures=self.pictures,
-            environment=environment(call.q.device),
-            recipe=describe_problem(self.problem, self.level) | {"notes": self.notes, "layout": self.subject.layout},
-            spec={f: getattr(call.spec, f) for f in call.spec.__dataclass_fields__},
-            self_check=health,
-            seconds=seconds,
-        )
-
-
-def describe_problem(problem: Problem, level: str) -> dict[str, Any]:
-    call = problem.call
-    found: dict[str, Any] = {"recipe": problem.recipe, "seed": problem.seed, "dtype": str(call.q.dtype)[6:], "level": level}
-    found["shapes"] = {
-        n: list(getattr(call, n).shape) for n in ("q", "k", "v", "bias", "sink", "tau", "gate") if getattr(call, n) is not None
-    }
-    found["strides"] = {n: list(getattr(call, n).stride()) for n in ("q", "k", "v")}
-    if call.varlen:
-        found["cu_seqlens_q"], found["cu_seqlens_k"] = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()  # type: ignore
-    return found
+        self.named("nan-cell", lines, where, title=title, stage=first.name)
 
 
 def judge_reference(report: Report, reference: Subject, problem: Problem) -> None:

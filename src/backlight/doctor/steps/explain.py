@@ -16,7 +16,7 @@ from backlight.doctor.defects.catalogue import DEFECTS
 from backlight.doctor.defects.defect import Defect
 from backlight.doctor.defects.mutants import Mutant, run
 from backlight.doctor.steps.compare import CELL, TRUTH_OF, WHOLE, Comparison, ratio, to_cells, units_of
-from backlight.problems.inputs import Problem
+from backlight.problems.problem import Problem
 
 FITS = 4.0
 # candidates whose misfit is this close cannot be told apart by the data; the catalogue's order decides

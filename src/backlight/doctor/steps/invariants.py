@@ -18,7 +18,7 @@ from torch import Tensor
 
 from backlight.call import Call
 from backlight.doctor.steps.compare import REORDERING, ROUNDING
-from backlight.problems.inputs import Problem
+from backlight.problems.problem import Problem
 from backlight.spec import Segment
 
 LIMIT = 6.0

@@ -12,12 +12,15 @@ from backlight.call import Call
 from backlight.doctor.defects.mutants import BACKWARD_HALF, FORWARD_HALF, SAVED_ROWS, Half
 from backlight.doctor.report.model import Where
 from backlight.doctor.steps.compare import CELL, TILE, Comparison, ratio, to_cells, units_of
-from backlight.problems.inputs import KINK, Problem
+from backlight.problems.axes import ROW_GRADIENTS
+from backlight.problems.kink import KINK
+from backlight.problems.problem import Problem
 from backlight.reference.oracle import MATRICES
 from backlight.reference.trace import Values
+from backlight.spec import GRADIENTS
 
 COVER = 0.99
-ROW_TENSORS = ("o", "lse", "dq", "dgate")
+ROW_TENSORS = ("o", "lse", *ROW_GRADIENTS)
 
 
 # --- the smallest description of a wrong set -------------------------------------------------------------------------------
@@ -159,7 +162,7 @@ def local_values(problem: Problem, values: Mapping[str, Tensor]) -> dict[str, Te
     saved = {"lse": lse, "y": values["o"], "u": problem.truth.u}
     saved["o"] = problem.truth.o if problem.call.gate is not None else values["o"]
     saved = {name: saved[name].double() for name in SAVED_ROWS}
-    names = ["p", "dp", "delta", "ds", "dq", "dk", "dv", "dbias", "dtau", "dsink", "dgate"]
+    names = ("p", "dp", "delta", "ds", *GRADIENTS)
     keep = [n for n in names if n not in MATRICES or n in taps]
     backward = Local(BACKWARD_HALF, saved=saved, observed=taps)(problem.call, problem.dy, problem.dlse, keep)
     return {n: x for n, x in forward.items() if n not in backward} | dict(backward.items())

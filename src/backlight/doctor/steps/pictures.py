@@ -8,7 +8,7 @@ import torch
 
 from backlight.doctor.report.model import Picture, Probe
 from backlight.doctor.steps.compare import RHO_PASS, TILE, Comparison
-from backlight.problems.inputs import Problem
+from backlight.problems.problem import Problem
 
 EDGES = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 1024]
 HEADS_SHOWN = 32

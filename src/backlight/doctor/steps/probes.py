@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,8 @@ from backlight.doctor.report.words import counted
 from backlight.doctor.subject import layouts
 from backlight.doctor.subject.subject import Observed, Subject
 from backlight.doctor.subject.trouble import CouldNotRun, Unrepeatable
-from backlight.problems.inputs import Problem
+from backlight.problems.axes import AXES, cut_call, tensors_of, with_tensors
+from backlight.problems.problem import Problem
 
 # other strides may select another code path with other rounding; a stride error is of order one
 CLOSE = 8.0
@@ -33,6 +34,8 @@ IN_FLIGHT_CYCLES = 20_000_000
 SPREAD = 3.0
 # fp32 sums in another order, rounded once to the output dtype: a unit in the last place of the largest values
 REORDERED, REORDERED_WIDE = 16.0, 256.0
+
+Layouts = Mapping[str, Callable[[Tensor], Tensor]]
 
 
 @dataclass
@@ -252,14 +255,20 @@ def _repeats(bench: Bench, count: int) -> Probe:
     return Probe("", False, f"{count} runs differ: {_words(worst)}", data=data | {"finding": finding, "wrong": sorted(worst)})
 
 
-@probe("dO layouts")
-def do_layouts(bench: Bench) -> Probe:
-    for name, layout in layouts.DO_LAYOUTS.items():
-        found = differences(bench.base, bench.run(do_layout=layout), bench.problem.eps)
-        result = bench.equal(found, f"the same dO, {name}, changes the gradients", "do-stride")
+def _same_in_memory(bench: Bench, argument: str, choices: Layouts, what: str, finding: str) -> Probe:
+    """The same values with other strides: a correct kernel cannot tell them apart."""
+    for name, layout in choices.items():
+        chosen: dict[str, Any] = {argument: layout}
+        found = differences(bench.base, bench.run(**chosen), bench.problem.eps)
+        result = bench.equal(found, what.format(name), finding)
         if not result.passed:
             return result
-    return Probe("", True, "equal for " + ", ".join(layouts.DO_LAYOUTS))
+    return Probe("", True, "equal for " + ", ".join(choices))
+
+
+@probe("dO layouts")
+def do_layouts(bench: Bench) -> Probe:
+    return _same_in_memory(bench, "do_layout", layouts.DO_LAYOUTS, "the same dO, {}, changes the gradients", "do-stride")
 
 
 @probe("dO in flight")
@@ -282,12 +291,9 @@ def written_late(do: Tensor) -> Tensor:
 
 @probe("input layouts")
 def input_layouts(bench: Bench) -> Probe:
-    for name, layout in layouts.INPUT_LAYOUTS.items():
-        found = differences(bench.base, bench.run(input_layout=layout), bench.problem.eps)
-        result = bench.equal(found, f"the same q, k, v, {name}, change the result", "input-stride")
-        if not result.passed:
-            return result
-    return Probe("", True, "equal for " + ", ".join(layouts.INPUT_LAYOUTS))
+    return _same_in_memory(
+        bench, "input_layout", layouts.INPUT_LAYOUTS, "the same q, k, v, {}, change the result", "input-stride"
+    )
 
 
 @probe("doubled dO")
@@ -307,9 +313,8 @@ def permuted_heads(bench: Bench) -> Probe:
     call, problem = bench.problem.call, bench.problem
     if call.q.shape[1] == 1:
         return Probe("", None, "one head")
-    flip = {n: getattr(call, n).flip(1) for n in ("q", "k", "v", "gate") if getattr(call, n) is not None}
-    flip |= {n: getattr(call, n).flip(0) for n in ("bias", "sink", "tau") if getattr(call, n) is not None}
-    out = bench.subject.run(replace(call, **flip), problem.dy.flip(1))
+    flip = {name: x.flip(1 if "batch" in AXES[name] else 0) for name, x in tensors_of(call).items()}
+    out = bench.subject.run(with_tensors(call, flip), problem.dy.flip(1))
     back = {n: x.flip(1) if x.dim() >= 3 else x.flip(0) for n, x in out.values.items()}
     return bench.equal(
         differences(bench.base, Observed(back), problem.eps), "reversing the heads does not reverse the results", "open"
@@ -322,8 +327,9 @@ def alone(bench: Bench) -> Probe:
     call, problem = bench.problem.call, bench.problem
     if call.q.shape[0] == 1:
         return Probe("", None, "one batch entry")
-    part = {n: getattr(call, n)[:1].contiguous() for n in ("q", "k", "v", "gate") if getattr(call, n) is not None}
-    out = bench.subject.run(replace(call, **part, _segments=None), problem.dy[:1].contiguous())
+    first = cut_call(call, {"batch": slice(1)})
+    part = with_tensors(first, {name: x.contiguous() for name, x in tensors_of(first).items()})
+    out = bench.subject.run(part, problem.dy[:1].contiguous())
     base = Observed({n: x[:1] for n, x in bench.base.values.items() if x.dim() >= 3})
     return bench.equal(differences(base, out, problem.eps), "a batch entry alone gives other numbers than in the batch", "open")
 

@@ -15,7 +15,7 @@ from backlight.call import Call
 from backlight.doctor.report.words import counted
 from backlight.doctor.steps.localise import diagonals
 from backlight.doctor.subject.subject import Subject
-from backlight.problems.inputs import Problem
+from backlight.problems.problem import Problem
 from backlight.reference import oracle
 
 # weights below this may underflow in a correct kernel's output dtype

@@ -20,7 +20,7 @@ from backlight.doctor.steps.compare import RHO_B, RHO_B_WIDE, RHO_FAIL, TRUTH_OF
 from backlight.doctor.steps.explain import Explanation
 from backlight.doctor.steps.invariants import Identity
 from backlight.doctor.steps.localise import describe, local_ratio, worst_cell
-from backlight.problems.inputs import Problem, recast
+from backlight.problems.problem import Problem, recast
 from backlight.reference import Oracle
 from backlight.reference.eager import UNROUNDED
 

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backlight.spec import TERM_NAMES
+
 # canonical name -> names found in dumps
 NAMES = {
     "q": ("q", "query"),
     "k": ("k", "key"),
     "v": ("v", "value"),
     "do": ("do", "dout", "d_out", "grad_out", "grad_output", "dy"),
-    "bias": ("bias",),
+    **{name: (name,) for name in TERM_NAMES},
     "sink": ("sink", "sinks"),
-    "tau": ("tau",),
-    "gate": ("gate",),
     "cu_seqlens_q": ("cu_seqlens_q", "cu_seqlens"),
     "cu_seqlens_k": ("cu_seqlens_k",),
 }

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from backlight.problems import checks
-from backlight.spec import AttentionSpec
-
-TERMS = ("bias", "sink", "tau", "gate")
+from backlight.problems.axes import cut
+from backlight.problems.draw import borders
+from backlight.spec import LEARNED, TERM_NAMES, AttentionSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +55,11 @@ class Case:
         checks.check_qkv(q, k, v)
         if "do" in tensors:
             checks.check_like_output("do", tensors["do"], q, v)
-        for term in TERMS:
+        for term in TERM_NAMES:
             if term in tensors:
                 checks.check_term(term, tensors[term], q, v)
         return Case(
-            spec=spec.replace(**{term: True for term in TERMS if term in tensors}),
+            spec=spec.replace(**{term: True for term in TERM_NAMES if term in tensors}),
             shape=(q.shape[0], q.shape[1], q.shape[2], q.shape[3]),
             kv_heads=k.shape[1],
             sk=k.shape[2],
@@ -86,7 +85,7 @@ class Case:
 
     def _boundaries(self) -> dict[str, Any]:
         if self.lengths is not None:
-            return {"cu_seqlens": torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)}
+            return {"cu_seqlens": borders(self.lengths)}
         if not self.packed:
             return {}
         assert self.tensors is not None
@@ -98,16 +97,11 @@ class Case:
         assert self.tensors is not None
         b, h, s, d = self.shape
         kv, sk, dv = (own if size is None else size for size, own in ((self.kv_heads, h), (self.sk, s), (self.dv, d)))
-        ends: dict[str, tuple[int, ...]] = {
-            "q": (b, h, s, d),
-            "k": (b, kv, sk, d),
-            "v": (b, kv, sk, dv),
-            "do": (b, h, s, dv),
-            "gate": (b, h, s, dv),
-        }
-        ends |= {"bias": (h,), "sink": (h,), "tau": (h,)}
-        wanted = [name for name in ends if name in self.tensors and (name not in TERMS or getattr(self.spec, name))]
-        return {name: self.tensors[name][tuple(slice(end) for end in ends[name])] for name in wanted}
+        lengths = {"batch": b, "heads": h, "kv_heads": kv, "rows": s, "keys": sk, "dim": d, "values": dv}
+        ranges = {axis: slice(length) for axis, length in lengths.items()}
+        known = [name for name in (*LEARNED, "do") if name in self.tensors]
+        wanted = [name for name in known if name not in TERM_NAMES or getattr(self.spec, name)]
+        return {name: cut(name, self.tensors[name], ranges) for name in wanted}
 
     def differences(self) -> dict[str, Any]:
         """Fields of the spec that differ from plain attention."""

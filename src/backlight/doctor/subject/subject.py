@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from backlight.call import Call
 from backlight.doctor.subject import layouts
 from backlight.doctor.subject.trouble import CouldNotRun, short_path, subject_code
+from backlight.problems.axes import AXES, KEY_GRADIENTS, ROW_GRADIENTS, tensors_of
+from backlight.spec import TERM_NAMES
 
 # canonical keyword -> names used in the wild
 KEYWORDS = {
@@ -26,16 +28,13 @@ KEYWORDS = {
     "window": ("window", "window_size"),
     "scale": ("scale", "softmax_scale", "sm_scale"),
     "softcap": ("softcap", "logit_softcap", "logits_soft_cap"),
-    "bias": ("bias",),
     "bias_origin": ("bias_origin",),
+    **{name: (name,) for name in TERM_NAMES},
     "sink": ("sink", "sinks", "s_aux"),
-    "tau": ("tau",),
-    "gate": ("gate",),
     "cu_seqlens_q": ("cu_seqlens_q", "cu_seqlens"),
     "cu_seqlens_k": ("cu_seqlens_k",),
 }
-TENSORS = {"q": ("q", "query"), "k": ("k", "key"), "v": ("v", "value")}
-TERMS = ("bias", "sink", "tau", "gate")
+QKV = {"q": ("q", "query"), "k": ("k", "key"), "v": ("v", "value")}
 LONGEST_REPR = 60
 # builtins whose signature Python cannot read
 KNOWN_SIGNATURES = {
@@ -149,21 +148,18 @@ class Subject:
         input_layout: Callable[[Tensor], Tensor] | None = None,
     ) -> Observed:
         """One forward, and one backward when `dy` or `dlse` is given. Layout functions act on the tensors the subject sees."""
-        layout = layouts.get("BHSD" if self.layout == "auto" else self.layout, call)
-        inputs = {name: layout.give(getattr(call, name).detach()) for name in ("q", "k", "v")}
-        terms = [name for name in TERMS if getattr(call, name) is not None and self.takes(name)]
-        inputs |= {name: getattr(call, name).detach().clone() for name in terms if name != "gate"}
-        if "gate" in terms:
-            inputs["gate"] = layout.give(call.gate.detach())  # type: ignore[union-attr]
+        layout = self._layout(call)
+        inputs = self._inputs(call, layout)
+        terms = [name for name in inputs if name not in QKV]
         before = {name: x.clone() for name, x in inputs.items()}
-        counted = ["q", "k", "v", *(name for name in terms if not self.params or name in self.params)]
+        counted = [*QKV, *(name for name in terms if not self.params or name in self.params)]
         if dy is not None or dlse is not None:
             for name in counted:
                 inputs[name].requires_grad_()
         if input_layout is not None:
-            inputs |= {name: input_layout(inputs[name]) for name in ("q", "k", "v")}
+            inputs |= {name: input_layout(inputs[name]) for name in QKV}
         extras = self._extras(call, inputs, layout)
-        out = self._forward({n: inputs[n] for n in ("q", "k", "v")}, extras)
+        out = self._forward({n: inputs[n] for n in QKV}, extras)
         values = {"o": layout.take_rows(out["o"], "o")}
         if isinstance(out.get("lse"), Tensor):
             values["lse"] = layout.take_lse(out["lse"])
@@ -178,13 +174,19 @@ class Subject:
 
     def lse_differentiable(self, call: Call) -> bool:
         """Whether the lse this subject returns takes part in autograd."""
-        layout = layouts.get("BHSD" if self.layout == "auto" else self.layout, call)
-        inputs = {name: layout.give(getattr(call, name).detach()).requires_grad_() for name in ("q", "k", "v")}
-        terms = {n: getattr(call, n) for n in TERMS if getattr(call, n) is not None and self.takes(n)}
-        terms |= {"gate": layout.give(call.gate)} if "gate" in terms else {}  # type: ignore[arg-type]
-        extras = self._extras(call, {**inputs, **terms}, layout)
-        out = self._forward(inputs, extras)
+        layout = self._layout(call)
+        inputs = self._inputs(call, layout)
+        tensors = {name: inputs[name].requires_grad_() for name in QKV}
+        out = self._forward(tensors, self._extras(call, inputs, layout))
         return isinstance(out.get("lse"), Tensor) and out["lse"].requires_grad
+
+    def _layout(self, call: Call) -> layouts.Layout:
+        return layouts.get("BHSD" if self.layout == "auto" else self.layout, call)
+
+    def _inputs(self, call: Call, layout: layouts.Layout) -> dict[str, Tensor]:
+        """Copies of q, k, v and the terms that the callable can be told, as it reads them."""
+        told = {name: x.detach() for name, x in tensors_of(call).items() if name in QKV or self.takes(name)}
+        return {name: layout.give(x) if "batch" in AXES[name] else x.clone() for name, x in told.items()}
 
     def _forward(self, tensors: dict[str, Tensor], extras: dict[str, Any]) -> dict[str, Any]:
         with subject_code(self.file):
@@ -225,11 +227,11 @@ class Subject:
             named: dict[str, Any] = {f"d{n}": g for n, g in zip(counted, found, strict=True)}
         else:
             told = {"do": do, "dy": do, "o": out["o"], "y": out["o"], "lse": out.get("lse"), "dlse": dlse}
-            told = {n: x for n, x in told.items() if x is not None} | {n: inputs[n] for n in ("q", "k", "v")}
+            told = {n: x for n, x in told.items() if x is not None} | {n: inputs[n] for n in QKV}
             with subject_code(self.file):
                 named = _as_dict(_invoke_backward(self.backward, told, extras), tuple(f"d{n}" for n in counted))
                 _wait(do)
-        shaped = {"dq": layout.take_rows, "dk": layout.take_keys, "dv": layout.take_keys, "dgate": layout.take_rows}
+        shaped = dict.fromkeys(ROW_GRADIENTS, layout.take_rows) | dict.fromkeys(KEY_GRADIENTS, layout.take_keys)
         return {n: shaped[n](g, n) if n in shaped and g is not None else g for n, g in named.items()}
 
     def takes(self, name: str) -> bool:
@@ -239,7 +241,7 @@ class Subject:
 
     def _extras(self, call: Call, inputs: Mapping[str, Tensor], layout: layouts.Layout) -> dict[str, Any]:
         accepted = self.accepts()
-        wanted = _features(call, packed=layout.name == "packed") | {n: inputs[n] for n in TERMS if n in inputs}
+        wanted = _features(call, packed=layout.name == "packed") | {n: inputs[n] for n in TERM_NAMES if n in inputs}
         if layout.name == "packed":
             wanted |= {"cu_seqlens_q": layout.cu_seqlens_q, "cu_seqlens_k": layout.cu_seqlens_k}
         if accepted is None:
@@ -285,7 +287,7 @@ def _features(call: Call, packed: bool) -> dict[str, Any]:
         wanted["scale"] = spec.scale
     if spec.softcap is not None:
         wanted["softcap"] = spec.softcap
-    wanted |= {name: getattr(call, name) for name in TERMS if getattr(call, name) is not None}
+    wanted |= {name: getattr(call, name) for name in TERM_NAMES if getattr(call, name) is not None}
     if spec.bias and spec.bias_origin:
         wanted["bias_origin"] = spec.bias_origin
     if call.varlen:
@@ -305,7 +307,7 @@ def _surprising_default(function: Callable[..., Any], name: str) -> bool:
 
 def _invoke(function: Callable[..., Any], tensors: dict[str, Tensor], extras: dict[str, Any]) -> Any:
     accepted = parameters_of(function)
-    spelled = {n: next((w for w in TENSORS[n] if accepted is None or w in accepted), None) for n in tensors}
+    spelled = {n: next((w for w in QKV[n] if accepted is None or w in accepted), None) for n in tensors}
     if accepted is None or any(word is None for word in spelled.values()):
         return function(*tensors.values(), **extras)
     return function(**{str(spelled[n]): x for n, x in tensors.items()}, **extras)

@@ -1,4 +1,4 @@
-"""FlashAttention-3 as a contender; `doctor.fa3` finds the library and wraps its operators.
+"""FlashAttention-3 as a contender.
 
 Layout is [B,S,H,D], packed [T,H,D]. `fa3` runs through autograd; `fa3-bare` calls the two operators alone.
 """
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight.bench.contender import AUTOGRAD, BARE, Contender, by_autograd, cannot, gated, leaves_of
+from backlight.bench.contender import AUTOGRAD, BARE, Contender, by_autograd, cannot, leaves_of
 from backlight.bench.workload import Tensors, Workload
-from backlight.doctor.subject.fa3 import Fa3Function, absent, load, operator_options, source
+from backlight.peers import fa3
+from backlight.peers.features import gated
 
 ABLE = ("packed sequences", "a window", "softcap")
 
@@ -31,14 +32,14 @@ class Fa3:
             return "FlashAttention-3 takes fp16 and bf16 only"
         if workload.dv != case.d or case.d > 256:
             return "FlashAttention-3's backward needs Dv = D <= 256"
-        return cannot("FlashAttention-3", workload, (*ABLE, *(("a gate",) if self.path == AUTOGRAD else ()))) or absent()
+        return cannot("FlashAttention-3", workload, (*ABLE, *(("a gate",) if self.path == AUTOGRAD else ()))) or fa3.absent()
 
     def build(self, tensors: Tensors) -> Contender:
-        load()
+        fa3.load()
         call = tensors.call
         leaves = leaves_of(tensors, _own_layout)
-        options = operator_options(call.spec, call.scale, call.cu_seqlens_q, call.cu_seqlens_k)
-        shared: dict[str, Any] = {"canonical": _canonical, "path": self.path, "detail": source()}
+        options = fa3.operator_options(call.spec, call.scale, call.cu_seqlens_q, call.cu_seqlens_k)
+        shared: dict[str, Any] = {"canonical": _canonical, "path": self.path, "detail": fa3.source()}
         dy = _own_layout(tensors.dy).contiguous()
         if call.varlen:
             leaves = {name: x.detach()[0].requires_grad_() for name, x in leaves.items()}
@@ -47,7 +48,7 @@ class Fa3:
             return _bare(self.name, leaves, dy, options, shared)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None) -> Tensor:
-            return gated(Fa3Function.apply(q, k, v, options)[0], gate)
+            return gated(fa3.Fa3Function.apply(q, k, v, options)[0], gate)
 
         return by_autograd(self.name, leaves, dy, attend, **shared)
 

@@ -6,8 +6,8 @@ import importlib.util
 
 import torch
 
-from backlight.bench import ours, peers_eager, peers_fa3, peers_flex, peers_sdpa
 from backlight.bench.contender import Adapter, Contender
+from backlight.bench.contenders import eager, fa3, flex, ours, sdpa
 from backlight.bench.workload import Tensors, Workload
 
 
@@ -29,10 +29,10 @@ def adapters() -> dict[str, Adapter]:
     """Every adapter, ours first."""
     found: tuple[Adapter, ...] = (
         *ours.adapters(),
-        *peers_sdpa.ADAPTERS,
-        *peers_flex.ADAPTERS,
-        *peers_fa3.ADAPTERS,
-        *peers_eager.ADAPTERS,
+        *sdpa.ADAPTERS,
+        *flex.ADAPTERS,
+        *fa3.ADAPTERS,
+        *eager.ADAPTERS,
         Adasplash(),
     )
     return {adapter.name: adapter for adapter in found}

@@ -1,7 +1,7 @@
 """FlashAttention-3's two operators: the installed `flash_attn_interface`, or a library file named by BACKLIGHT_FA3.
 
 The file is `_C.so`, or `_C.so.xz` which is unpacked into the temporary folder once; `libcudart.so.12` is looked for beside it.
-Layout is [B,S,H,D], packed [T,H,D]; causal is aligned to the bottom right, as ours. Benchmarks use the same loader.
+Layout is [B,S,H,D], packed [T,H,D]; causal is aligned to the bottom right, as ours.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backlight.peers.features import features_of, on_cuda
 from backlight.spec import AttentionSpec
 
 PACKAGE = "flash_attn_interface"
 VARIABLE = "BACKLIGHT_FA3"
 CUDART = "libcudart.so.12"
+KNOWN = ("causal", "window", "scale", "softcap", "cu_seqlens_q", "cu_seqlens_k")
 
 
 class Fa3Function(torch.autograd.Function):
@@ -61,6 +63,24 @@ def operator_options(
             options[f"cu_seqlens_{side}"] = boundaries
             options[f"max_seqlen_{side}"] = int(boundaries.diff().max())
     return options
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    """One call with the project's keywords; transposed views are read in place, packed sequences without their batch."""
+    asked = features_of("fa3", given, KNOWN)
+    missing = absent()
+    if missing:
+        raise NotImplementedError(f"fa3: {missing}")
+    on_cuda("fa3", q)
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise NotImplementedError(f"fa3 takes fp16 and bf16 only, and the tensors are {str(q.dtype)[6:]}")
+    if q.shape[-1] != v.shape[-1]:
+        raise NotImplementedError("fa3's backward needs D = Dv")
+    load()
+    packed, spec = asked.cu_seqlens_q is not None, asked.spec
+    options = operator_options(spec, spec.resolve_scale(q.shape[-1]), asked.cu_seqlens_q, asked.cu_seqlens_k)
+    o, lse = Fa3Function.apply(*(x[0].transpose(0, 1) if packed else x.transpose(1, 2) for x in (q, k, v)), options)
+    return (o.transpose(0, 1)[None], lse[None]) if packed else (o.transpose(1, 2), lse)
 
 
 # --- the library -------------------------------------------------------------------------------------------------------------

@@ -1,11 +1,10 @@
-"""FlexAttention, compiled: masks as block masks, softcap and the learned bias as a score function with captured gradients.
+"""FlexAttention as a contender, compiled.
 
 Its default tiles do not fit into shared memory everywhere; then smaller ones are taken, and the record says which.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,10 +12,11 @@ import torch
 from torch import Tensor
 
 from backlight._private.torch import compiler_settings
-from backlight.bench.contender import PER_SHAPE, Contender, by_autograd, cannot, gated, leaves_of
+from backlight.bench.contender import PER_SHAPE, Contender, by_autograd, cannot, leaves_of
 from backlight.bench.workload import Tensors, Workload
 from backlight.call import Call
-from backlight.doctor.subject.names import SMALL_TILES
+from backlight.peers import flex
+from backlight.peers.features import gated
 
 # tried in this order until the kernels fit into shared memory: a captured bias is pipelined through it, a tile of fp32 a stage
 KERNEL_OPTIONS: tuple[dict[str, int], ...] = (
@@ -24,12 +24,11 @@ KERNEL_OPTIONS: tuple[dict[str, int], ...] = (
     {"fwd_num_stages": 2},
     {"fwd_num_stages": 2, "bwd_num_stages": 2},
     {"fwd_num_stages": 1, "bwd_num_stages": 1},
-    SMALL_TILES,
+    flex.SMALL_TILES,
 )
 # how Triton and inductor say that a kernel needs more shared memory than there is
 TOO_LARGE = ("out of resource", "OutOfResources", "shared memory")
 ABLE = ("packed sequences", "a window", "softcap", "a bias by distance", "a sink", "a gate")
-Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Flex:
@@ -54,7 +53,7 @@ class Flex:
         """The first of KERNEL_OPTIONS whose kernels fit, compiled for training and for inference."""
         preferred = self._preferred.get(tensors.workload.id)
         first = [] if preferred is None else [preferred]
-        block_mask = make_block_mask(tensors.call)
+        block_mask = block_mask_of(tensors.call)
         return first_that_fits(
             (*first, *(options for options in KERNEL_OPTIONS if options not in first)),
             lambda options: _compiled(self.name, tensors, block_mask, options),
@@ -90,17 +89,8 @@ def _compiled(name: str, tensors: Tensors, block_mask: Any, options: dict[str, i
 
 
 def attention(call: Call, kernel_options: dict[str, int] | None = None) -> Callable[..., Tensor]:
-    """The call as a function of its leaves and a block mask, through `flex_attention`."""
-    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
-
-    # plain numbers only: the compiled function must not look into the call
-    scale, grouped, softcap, origin, shift = (
-        call.spec.scale,
-        call.group > 1,
-        call.spec.softcap,
-        call.spec.bias_origin,
-        shift_of(call),
-    )
+    """The call as a function of its leaves and a block mask."""
+    through = flex.attention_of(flex.Numbers.of(call.spec, call.q, call.k), kernel_options)
 
     def attend(
         q: Tensor,
@@ -111,83 +101,19 @@ def attention(call: Call, kernel_options: dict[str, int] | None = None) -> Calla
         gate: Tensor | None = None,
         block_mask: Any = None,
     ) -> Tensor:
-        options: dict[str, Any] = {
-            "score_mod": score_function(softcap, bias, origin, shift),
-            "block_mask": block_mask,
-            "scale": scale,
-            "enable_gqa": grouped,
-            "kernel_options": kernel_options or None,
-        }
         if sink is None:
-            return gated(flex_attention(q, k, v, **options), gate)
-        o, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **options)
+            return gated(through(q, k, v, bias, block_mask), gate)
+        o, lse = through(q, k, v, bias, block_mask, lse=True)
         # a sink in the denominator multiplies the output by exp(lse) / (exp(lse) + exp(sink))
-        o = (o * torch.sigmoid(aux.lse - sink[:, None])[..., None]).to(q.dtype)
+        o = (o * torch.sigmoid(lse - sink[:, None])[..., None]).to(q.dtype)
         return gated(o, gate)
 
     return attend
 
 
-def shift_of(call: Call) -> int:
-    """Key position of row 0 (eq. 1); packed sequences of equal lengths keep their place."""
-    return 0 if call.varlen else call.k.shape[2] - call.q.shape[2]
-
-
-def score_function(softcap: float | None, bias: Tensor | None, origin: int, shift: int) -> Callable[..., Tensor] | None:
-    if softcap is None and bias is None:
-        return None
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        if softcap is not None:
-            score = softcap * torch.tanh(score / softcap)
-        if bias is not None:
-            n = bias.shape[1]
-            column = i + shift - j + origin
-            inside = (column >= 0) & (column < n)
-            score = score + torch.where(inside, bias[h, torch.clamp(column, 0, n - 1)], 0.0)
-        return score
-
-    return score_mod
-
-
-def mask_function(call: Call) -> Mask | None:
-    spec = call.spec
-    left, right, shift = spec.left, spec.right, shift_of(call)
-    documents = _documents(call)
-    if left is None and right is None and documents is None:
-        return None
-
-    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        distance = i + shift - j
-        visible = distance == distance
-        if right is not None:
-            visible = visible & (distance >= -right)
-        if left is not None:
-            visible = visible & (distance <= left)
-        if documents is not None:
-            visible = visible & (documents[i] == documents[j])
-        return visible
-
-    return mask_mod
-
-
-def _documents(call: Call) -> Tensor | None:
-    """Number of the packed sequence each position belongs to, or None."""
-    if call.cu_seqlens_q is None:
-        return None
-    lengths = call.cu_seqlens_q.diff()
-    return torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
-
-
-def make_block_mask(call: Call) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    mask_mod = mask_function(call)
-    if mask_mod is None:
-        return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return create_block_mask(mask_mod, None, None, call.q.shape[2], call.k.shape[2], device=call.q.device)
+def block_mask_of(call: Call) -> Any:
+    borders = None if call.cu_seqlens_q is None else tuple(call.cu_seqlens_q.tolist())
+    return flex.block_mask(call.spec, call.q.shape[2], call.k.shape[2], borders, call.q.device)
 
 
 ADAPTERS = (Flex(),)

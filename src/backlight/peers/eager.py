@@ -1,39 +1,19 @@
-"""Plain PyTorch: dense scores, autograd, every variant. What a user writes first, and what memory it takes."""
+"""Plain PyTorch: dense scores, autograd, every variant. What a user writes first, and an oracle for the oracle."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from backlight.bench.contender import Contender, by_autograd, gated, leaves_of
-from backlight.bench.memory import dense_refusal
-from backlight.bench.workload import Tensors, Workload
 from backlight.call import Call
+from backlight.peers.features import gated
 from backlight.spec import Segment
 
-# scores, weights, their casts and their gradients are alive together
-COPIES = 8
 
-
-class Eager:
-    name = "eager"
-
-    def refuse(self, workload: Workload, device: torch.device) -> str | None:
-        return dense_refusal(workload, device, COPIES)
-
-    def build(self, tensors: Tensors) -> Contender:
-        attend = attention(tensors.call)
-        return by_autograd(
-            self.name,
-            leaves_of(tensors),
-            tensors.dy,
-            attend,
-            detail="dense, matmuls in the dtype of the inputs, softmax in fp32",
-        )
-
-
-def attention(call: Call):  # type: ignore[no-untyped-def]
-    """The call as a function of its leaves, in canonical layout."""
+def attention(call: Call) -> Callable[..., Tensor]:
+    """The call as a function of its leaves q, k, v and terms, in canonical layout."""
     segments = call.segments()
     geometry = {(z.sq, z.sk): _geometry(call, z) for z in segments}
 
@@ -71,7 +51,7 @@ def _dense(
     sink: Tensor | None = None,
     tau: Tensor | None = None,
 ) -> Tensor:
-    s = (q @ k.mT).float() * call.scale
+    s = (q @ k.mT).to(call.accumulator_dtype) * call.scale
     if call.spec.softcap is not None:
         s = call.spec.softcap * torch.tanh(s / call.spec.softcap)
     if bias is not None and column is not None:
@@ -88,6 +68,3 @@ def _dense(
         a = torch.relu(p + tau.view(-1, 1, 1) / n)
         p = a if hidden is None else a.masked_fill(hidden, 0)
     return p.to(v.dtype) @ v
-
-
-ADAPTERS = (Eager(),)
