@@ -1,4 +1,4 @@
-"""The numeric gate: is this result as good as a correct kernel of its dtype? (doctor.md section 7)
+"""The numeric gate: is this result as good as a correct kernel of its dtype? (docs/numerics.md)
 
     verdict = judge(problem.call, problem.dy, problem.dlse, result)     # result: y, lse, dq, dk, ... by name
     assert verdict.ok, verdict

@@ -1,4 +1,4 @@
-"""Imports point one way (design.md section 3). Every module of the package stands in the table below."""
+"""Imports point one way and in no circle. Every module of the package stands in the table below."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def _worst(found: list[Comparison]) -> dict[str, float]:
 
 
 def _round(value: float) -> float:
-    """Four digits; JSON has no NaN or infinity, and what stands for them must be as bad."""
+    """Four digits. JSON has no NaN or infinity, so a number that fails every limit stands for them."""
     return float(f"{value:.4g}") if abs(value) < 1e30 else 1e30
 
 

@@ -124,7 +124,7 @@ def pieces(call: Call) -> Iterator[tuple[Call, Segment, slice, slice]]:
 
 
 def rows_per_piece(z: Segment, call: Call) -> int:
-    """All rows when they fit or when the first rows see nothing (Sq > Sk); otherwise as many as the budget holds."""
+    """All rows where they fit, and where the first rows see nothing (Sq > Sk); otherwise as many as the budget holds."""
     kind = _kind(call)
     budget = min(PIECE_BYTES[kind], available_bytes(call.q.device) // 3)
     fitting = max(64, budget // (8 * MATRICES * max(1, z.sk)))

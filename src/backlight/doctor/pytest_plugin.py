@@ -120,7 +120,7 @@ def pytest_runtest_makereport(
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Reports that could not be written, again where nobody overlooks them. They travel as sections, so also from xdist."""
+    """Repeats in the summary which reports could not be written. They travel as sections, so xdist's workers pass them on."""
     for report in terminalreporter.stats.get("failed", ()):
         for title, text in getattr(report, "sections", ()):
             for line in text.splitlines() if title == SECTION else ():

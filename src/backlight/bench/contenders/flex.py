@@ -61,7 +61,7 @@ class Flex:
 
 
 def first_that_fits(candidates: Sequence[dict[str, int]], build: Callable[[dict[str, int]], Contender]) -> Contender:
-    """What `build` makes of the first options it does not find too large; the last such error when all are."""
+    """What `build` makes of the first options that fit; when none do, the last error."""
     for number, options in enumerate(candidates):
         try:
             return build(options)

@@ -91,7 +91,7 @@ def examined(asked: Asked, case: Case) -> tuple[Report, str]:
 
 
 def what_happened(error: BaseException) -> str:
-    """One sentence: the subject's trouble and bad words as they were put, anything else with the line of ours it broke."""
+    """One sentence. Trouble of the subject and bad words say it themselves; anything else names the line of ours that broke."""
     if isinstance(error, trouble.CouldNotRun) or trouble.reads_as_written(error):
         return trouble.said(error)
     return f"the examination broke off: {trouble.said(error)} ({trouble.last_line(error)})"

@@ -95,7 +95,7 @@ def script(case: Case, subject: str, finding: Finding, steps: Sequence[str] = ()
 
 
 def in_docstring(text: str) -> str:
-    r"""The text as it may stand between three quotes: a home of \Users is no escape sequence, and no quote ends it early."""
+    r"""The text, safe between three quotes: \Users is no escape sequence, and no quote ends the docstring early."""
     return repr(text)[1:-1].replace('"', '\\"')
 
 

@@ -46,7 +46,7 @@ class OutputAside:
 
 
 def seal() -> None:
-    """Nothing more goes to standard output of this process: subjects leave functions behind that print at exit."""
+    """Closes standard output to the rest of this process: subjects may have registered functions that print at exit."""
     flush()
     # only a program's own stream, not one that a caller put in its place
     if sys.stdout is sys.__stdout__:

@@ -83,7 +83,7 @@ class Half(Oracle):
     def _single_heads(
         self, call: Call, dy: Tensor | None, dlse: Tensor | None
     ) -> Iterator[tuple[int, int, Segment, dict[str, object]]]:
-        """The wanted heads alone, each cut out before anything is cast: most of the work of trying many mutants."""
+        """The wanted heads alone, cut out before they are cast: casts are most of the work of trying many mutants."""
         for b, h in product(range(call.q.shape[0]), range(call.q.shape[1])):
             if not self._wanted(b, h, call):
                 continue
@@ -125,9 +125,11 @@ def head_of_group(h: int, group: int) -> int:
 class Mutant:
     """What differs from the truth. Unset fields change nothing.
 
-    forward, backward: stages replaced in that half (parameter names are the graph).
-    sees, sees_backward: the call as both halves, or the backward alone, would see it; gradient: dO as the backward reads it.
-    finish: last change of the named outputs (y, lse, dq, ...). keep_lse: the backward reads this instead of the saved lse.
+    forward, backward:       stages replaced in that half (parameter names are the graph).
+    sees, sees_backward:     the call as both halves see it, or as the backward alone does.
+    gradient, saved:         dO and the saved rows (lse, y, o, u) as the backward reads them.
+    kv_forward, kv_backward: which key/value head a query head reads; combine: how a group's dk and dv are joined.
+    finish:                  the last change of the outputs (y, lse, dq, ...). detail: words for the sentence shown.
     """
 
     forward: Stages = field(default_factory=dict)

@@ -65,7 +65,7 @@ class StageRow:
     note: str = ""
 
     def settle_local_error(self) -> None:
-        """Forget a local error that is not the row's own: an inherited one was measured against values nobody could see."""
+        """Forget the local error of an inherited row unless it is well below the global one: what feeds it was not seen."""
         known = self.local_error is not None and self.global_error is not None
         if self.status == "inherited" and known and not self.local_error < self.global_error / 2:  # type: ignore[operator]
             self.local_error = None

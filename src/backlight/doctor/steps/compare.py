@@ -1,4 +1,4 @@
-"""Step 1: one observed tensor against the oracle, in units of two yardsticks (doctor.md sections 5.1 and 7).
+"""Step 1: one observed tensor against the oracle, in units of two yardsticks (docs/numerics.md).
 
 Order, for each quantity: non-finite values on their own; exact zeros; gains per head; error per cell (batch, head, 64 rows) in
 units of yardstick A; error of the whole tensor in units of yardstick B. Every test reads `not (value <= limit)`: NaN fails.
@@ -95,7 +95,7 @@ class Comparison:
 
 
 def judged(values: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor]:
-    """Those of the observed values that the oracle has an answer to. delta is shown by what follows from it."""
+    """The observed values that are compared with the oracle: all it has, but not delta, whose errors show in ds."""
     return {n: x for n, x in values.items() if TRUTH_OF.get(n, n) in problem.truth and n != "delta"}
 
 

@@ -14,8 +14,8 @@ from backlight.problems.problem import Problem
 from backlight.spec import LOG2E
 
 REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, AssertionError)
-# relative error of o that settles the question, and the correlation that shows something like the answer, defects included;
-# tensors read in the wrong layout are all but unrelated to it
+# the layout is found when o is off by less than MATCHES. A defective kernel in the right layout still RESEMBLES the answer;
+# tensors read in the wrong layout have next to no correlation with it
 MATCHES, RESEMBLES = 0.05, 0.5
 # how close a fitted (a, b) must be to a known convention
 TOLERANCE, OFFSET = 1e-3, 0.01
@@ -46,7 +46,7 @@ def settle(subject: Subject, problem: Problem, notes: list[str]) -> tuple[Subjec
     if best is None:
         raise CouldNotRun("the subject ran in no layout; " + "; ".join(f"{name}: {said}" for name, said in errors.items()))
     if names[0] in errors and not correlation(best[2], problem.truth.y) >= RESEMBLES:
-        # a refusal is an answer; that other shapes slip through unrecognised says nothing about the kernel
+        # the kernel refused its own layout; that it accepts the shapes of another one says nothing about it
         raise CouldNotRun(f"{errors[names[0]]} (layout {names[0]}; it runs as {best[1].layout}, on something else)")
     chosen = best[1]
     if chosen.layout != "BHSD":

@@ -1,4 +1,4 @@
-"""Inputs for which every sum is exact in fp32 in any order (doctor.md 5.4).
+"""Inputs for which every sum is exact in fp32 in any order.
 
 q = 0 makes p = 1/n; only rows with n a power of two receive dO. v holds small odd integers in +- pairs around an integer mean,
 dO is one-hot per row with an integer size that varies by row, k nearly cancels between its two halves: partial sums are large,
@@ -48,7 +48,7 @@ def _usable_rows(call: Call) -> Tensor:
 
 
 def exact_scale(scale: float) -> float:
-    """The power of two next to a scale, which is itself when it is one."""
+    """The power of two nearest to a scale."""
     return math.copysign(2.0 ** round(math.log2(abs(scale))), scale) if scale else 1.0
 
 

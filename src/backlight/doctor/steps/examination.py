@@ -1,4 +1,4 @@
-"""The doctor's main entry: run the pipeline of doctor.md section 5 and write the report."""
+"""The doctor's main entry: run the steps in order and write the report."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from backlight.problems.problem import Problem, shrink
 from backlight.spec import TERM_NAMES, AttentionSpec
 
 LEVELS = ("quick", "full", "forensic")
-# above this many score entries the explaining oracle passes move to a smaller problem of the same kind
+# with more scores than this, a smaller problem of the same kind is explained instead
 EXPLAIN_CELLS = 16 * 512 * 512
-# the wrong tensors inherit: the probe names the input that is misread
+# here the probe names the input that is misread, not the tensors that come out wrong
 MISREAD = ("do-stride", "do-in-flight", "input-stride")
 
 
@@ -131,7 +131,7 @@ def _problem(
 
 
 class Examination(Sheet):
-    """One subject on one problem; `report` runs the steps in order and stops early only when nothing can be compared."""
+    """The steps, in order; `report` stops early only when nothing can be compared."""
 
     def report(self) -> Report:
         started = time.perf_counter()
@@ -236,7 +236,7 @@ class Examination(Sheet):
         if "stale-rows" in found:
             gone = {"accumulates-over-calls", "race-lost-update", "do-stride", "input-stride"}
         elif "accumulates-over-calls" in found:
-            # without a memory from call to call, gradients for dO = 0 are just wrong, and explained elsewhere
+            # a kernel that repeats itself keeps nothing from call to call: its gradients for dO = 0 have another cause
             remembers = "race-lost-update" in found
             gone = {"race-lost-update", "do-stride", "input-stride"} if remembers else {"accumulates-over-calls"}
         self.findings = [f for f in self.findings if f.id not in gone]
@@ -289,7 +289,7 @@ class Examination(Sheet):
         return bool(bad) and all(bool(c.nonfinite.any()) and c.rho_a <= verdict.RHO_FAIL for c in bad)
 
     def _nonfinite(self, comparisons: Mapping[str, Comparison]) -> None:
-        """Non-finite values are a finding of their own, unless one above already accounts for them."""
+        """Values that are not finite are a finding of their own, unless another finding already explains them."""
         wrong = [c for c in comparisons.values() if bool(c.nonfinite.any())]
         if not wrong or any(f.score >= 100 for f in self.findings):
             return
@@ -306,7 +306,7 @@ class Examination(Sheet):
 
 
 def judge_reference(report: Report, reference: Subject, problem: Problem) -> None:
-    """Case A: the user's own reference, judged by the same oracle; its faults are faults of the test."""
+    """The user's own reference, judged by the same oracle; its faults are faults of the test."""
     other = Examination(reference, problem.replace(), "quick")
     found = other.report()
     if found.verdict == "could-not-run":

@@ -1,4 +1,4 @@
-"""Step 5: which mutant reproduces the data down to rounding (doctor.md 5.6).
+"""Step 5: which mutant reproduces the data down to rounding.
 
 Every candidate is one float64 pass. A candidate fits when its distance from the kernel's tensors, cell by cell, is no more than
 the noise of a correct kernel; the share of the error energy it removes is what the report prints.

@@ -1,4 +1,4 @@
-"""Step 2: identities a correct backward obeys whatever the inputs (docs/math.md section 6, doctor.md 5.2).
+"""Step 2: identities a correct backward obeys whatever the inputs (docs/math.md section 6).
 
 I1  sum_h qT dq = dkT k           both sides are qT dx k
 I2  sum_h oT do = vT dv           both sides are vT (weights)T do; with a gate only its diagonal needs gated tensors alone

@@ -1,4 +1,4 @@
-"""Step 6: where the wrong values are, and whether a stage is wrong itself or inherits its error (doctor.md 5.7)."""
+"""Step 6: where the wrong values are, and whether a stage is wrong itself or inherits its error."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def diagonals(cells: Tensor, offset: int) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Local(Half):
-    """Every stage recomputed in float64 from the kernel's own upstream values: what it should be, given what it was given."""
+    """Every stage recomputed in float64 from the kernel's own values before it: what it should be, given those."""
 
     observed: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -169,8 +169,11 @@ def local_values(problem: Problem, values: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def _settled(lse: Tensor, problem: Problem) -> Tensor:
-    """lse as it is, or the oracle's where they agree to rounding and elastic weights would turn on it: a row that sees one key
-    may sit on the kink of eq. 10, and which side an error of 1e-7 puts it on says nothing about the stages after it."""
+    """lse as it is; with tau, the oracle's lse where the two agree to rounding.
+
+    A row that sees one key may sit on the kink of eq. 10. An error of 1e-7 then decides whether the key survives, and that says
+    nothing about the stages after it.
+    """
     truth = problem.truth.lse
     if problem.call.tau is None:
         return lse

@@ -1,4 +1,4 @@
-"""Steps 3 and 4: experiments on the subject that need no reference, or only its own first answer (doctor.md 5.5).
+"""Steps 3 and 4: experiments on the subject that need no reference, or only its own first answer.
 
 Each probe is a function of a `Bench` and returns a `Probe`; a failed one may carry the id of the defect it shows in
 `data["finding"]`. Probes never judge by a guessed tolerance: results must be equal bit for bit, or within a few units in the
@@ -273,7 +273,7 @@ def do_layouts(bench: Bench) -> Probe:
 
 @probe("dO in flight")
 def do_in_flight(bench: Bench) -> Probe:
-    """dO written at the last moment, behind work that keeps the stream busy: whoever does not wait reads what was there."""
+    """dO is written behind work that keeps the stream busy; a kernel that does not wait reads what was there before."""
     if bench.problem.call.q.device.type != "cuda":
         return Probe("", None, "needs a CUDA stream")
     bench.run(do_layout=written_late)  # whatever is compiled or loaded on first use must not wait for us

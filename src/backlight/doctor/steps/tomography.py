@@ -1,4 +1,4 @@
-"""Step 4: looking inside a fused kernel through its outputs (doctor.md 5.3).
+"""Step 4: looking inside a fused kernel through its outputs.
 
 One-hot columns of v make o the forward's weights; one-hot rows of dO make dv the backward's weights; orthonormal rows of q make
 dk the matrix ds. The probe replaces v, dO or q, so it looks at the kernel, not at the user's data.

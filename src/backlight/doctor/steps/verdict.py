@@ -43,7 +43,7 @@ def stage_rows(
         c = comparisons[name]
         row = StageRow(name, gain=c.gain, gains=c.gains, rho_a=c.rho_a, rho_b=c.rho_b, global_error=c.relative)
         if bool(c.nonfinite.all()) and c.nonfinite.numel():
-            # nothing is left that a ratio could be formed of
+            # no finite value is left to form a ratio of
             row = StageRow(name)
         row.nonfinite = 0 if c.misplaced else int(c.nonfinite.sum())
         row.ulp_max = float(c.ulp.max()) if c.ulp.numel() else 0.0
@@ -184,7 +184,7 @@ def open_finding(
 
 
 def decision(comparisons: Mapping[str, Comparison], identities: list[Identity]) -> str:
-    """The decision table of doctor.md 5.2 in words; empty when the pattern is not in it."""
+    """What the pattern of identities and wrong tensors points to, in words; empty when it points nowhere."""
     holds = {i.name: i.holds for i in identities}
     bad = {name for name, c in comparisons.items() if c.bad}
     if not {"I1", "I2"} <= set(holds):

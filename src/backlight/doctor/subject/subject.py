@@ -334,7 +334,7 @@ def _as_dict(out: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _wait(x: Tensor) -> None:
-    """Kernels on a GPU fail some time after their launch: here it is still known whose they were."""
+    """Kernels on a GPU fail some time after their launch; waiting here ties the failure to the subject."""
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
 

@@ -2,7 +2,7 @@
 
 All code of a subject, its import included, runs inside `subject_code`: an exception, `sys.exit` or `os._exit` comes out as
 `CouldNotRun`, and a call that outlasts the `patience` of the command line ends the process with a sentence.
-(`os._exit` is caught for the command line alone: patching it in a program of the user's would be a trick on them.)
+`os._exit` is caught for the command line alone: a program of the user's keeps its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CouldNotRun(RuntimeError):
 
 
 class Unrepeatable(CouldNotRun):
-    """The same call worked before: nothing the subject has answered can be built upon."""
+    """The same call worked before, so no answer of the subject can be relied on."""
 
 
 class ProcessExit(SystemExit):
@@ -71,7 +71,7 @@ def said(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    # a heading means nothing without what it announces
+    # a line that ends in a colon says nothing without the lines after it
     text = " ".join(lines) if lines[0].endswith(":") else lines[0]
     named = isinstance(error, SENTENCES)
     return (text if named else f"{type(error).__name__}: {text}")[:LONGEST_MESSAGE]
@@ -189,7 +189,7 @@ def _no_exit() -> Iterator[None]:
 
 
 def _started(file: str | Path | None) -> threading.Timer | None:
-    """A timer for one call, if anybody's patience ends."""
+    """A timer for one call, if calls have a time limit."""
     if not _patience or _patience[-1].seconds <= 0:
         return None
     current, thread = _patience[-1], threading.get_ident()
