@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from backlight.bench.contenders.flex import KERNEL_OPTIONS, TOO_LARGE
 from backlight.bench.machine import machine
-from backlight.bench.peers_flex import KERNEL_OPTIONS, TOO_LARGE
 from backlight.nn import Attention, LazyAttention
 from backlight.spec import AttentionSpec
 

@@ -1,11 +1,12 @@
-"""The numeric gate: is this result as good as a correct kernel of its dtype? (doctor.md section 7)
+"""The numeric gate: is this result as good as a correct kernel of its dtype? (docs/numerics.md)
 
     verdict = judge(problem.call, problem.dy, problem.dlse, result)     # result: y, lse, dq, dk, ... by name
     assert verdict.ok, verdict
 
-The measuring is the doctor's (`doctor.compare`): non-finite values on their own, exact zeros, the gain of each head, the error
-of each cell in units of plain PyTorch's, the error of the whole tensor in units of a flash kernel's. The gate has no patience:
-what the doctor calls suspect fails here, and a kernel of ours gets no allowance for one more rounding than a flash kernel's.
+`doctor.steps.compare` does the measuring: non-finite values on their own, exact zeros, the gain of each head, the error of each
+cell in units of plain PyTorch's, the error of the whole tensor in units of a flash kernel's. The gate is stricter than the
+doctor: what the doctor calls suspect fails here, and a kernel of ours gets no allowance for one more rounding than a flash
+kernel's.
 
 Inputs must keep weights away from the kink of the elastic softmax (math.md eq. 35): `cases.kink_margin` measures that, and a
 case that comes too near is drawn again.
@@ -20,9 +21,9 @@ import torch
 from torch import Tensor
 
 from backlight.call import Call
-from backlight.doctor.compare import RHO_B, RHO_PASS, Comparison, compare
-from backlight.doctor.inputs import Problem
-from backlight.doctor.localise import worst_cell
+from backlight.doctor.steps.compare import RHO_B, RHO_PASS, Comparison, compare
+from backlight.doctor.steps.localise import worst_cell
+from backlight.problems.problem import Problem
 from backlight.reference import OUTPUTS
 
 # the truth and the measures of normal error for one call, computed once and kept: truth, eager, flashlike, noise

@@ -9,11 +9,11 @@ from torch import Tensor
 
 import backlight
 from backlight.call import Call
+from backlight.problems.axes import KEY_GRADIENTS, ROW_GRADIENTS
+from backlight.spec import LEARNED
 from cases import Problem
 
 Layout = Callable[[Tensor], Tensor]
-
-TENSORS = ("q", "k", "v", "bias", "sink", "tau", "gate")
 
 
 def options(call: Call) -> dict[str, object]:
@@ -42,7 +42,7 @@ def unpacked(value: Tensor) -> Tensor:
 def leaves(call: Call, requires_grad: bool = True) -> dict[str, Tensor]:
     """The call's tensors as fresh leaves in the layout of the public call."""
     out = {}
-    for name in TENSORS:
+    for name in LEARNED:
         value = getattr(call, name)
         if value is not None:
             value = packed(value) if call.varlen and value.dim() == 4 else value
@@ -84,7 +84,7 @@ def canonical(call: Call, result: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not call.varlen:
         return dict(result)
     out = dict(result)
-    for name in ("y", "dq", "dk", "dv", "dgate"):
+    for name in ("y", *ROW_GRADIENTS, *KEY_GRADIENTS):
         if name in out:
             out[name] = unpacked(out[name])
     out["lse"] = out["lse"][None]

@@ -1,13 +1,17 @@
-"""Imports point one way (CONTRIBUTING.md). Every module of the package stands in the table below."""
+"""Imports point one way and in no circle. Every module of the package stands in the table below."""
 
 from __future__ import annotations
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src"
+
+BENCH_USES = ("command_line", "problems", "peers", "doctor")
+BELOW_STEPS = ("doctor.defects", "doctor.subject", "doctor.report")
 
 # who may import whom, by the longest matching prefix; a package may always import itself
 MAY_IMPORT: dict[str, set[str]] = {
@@ -22,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "binding": {"_private", "spec", "call", "arguments", "checking"},
     "contexts": {"_private", "call", "arguments"},
     "reference": {"spec", "call"},
-    "cases": {"spec", "call", "reference"},
+    "cases": {"spec", "call", "problems"},
     "backends": set(),
     # no backend: what those that start Triton kernels share
     "backends.replaying": {"_private", "spec", "call", "config"},
@@ -45,12 +49,37 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {"_private", "spec", "arguments", "api", ""},
     # blocks of a sharded call go to a backend each: it looks one up, as `running` does
     "distributed": {"spec", "call", "arguments", "binding", "contexts", "derivatives", "errors", "registry", "api", ""},
-    "doctor": {"_private", "spec", "call", "reference"},
-    # the command line is where names become subjects: it may look backends up
-    "doctor.command": {"spec", "call", "reference", "registry", "doctor", ""},
+    # one call with its gradients, drawn from a seed, and what is known about it: for the doctor and the bench
+    "problems": {"spec", "call", "reference"},
+    # attention by others: for the doctor and the bench
+    "peers": {"spec", "call"},
+    # the doctor's rooms: command -> steps -> defects -> subject, and steps -> report; nothing points back
+    "doctor.subject": {"spec", "call", "problems", "peers"},
+    "doctor.report": {"spec", "reference"},
+    "doctor.defects": {"spec", "call", "reference", "problems", "doctor.subject"},
+    "doctor.steps": {"_private", "spec", "call", "reference", "problems", "peers", *BELOW_STEPS},
+    "doctor.command": {"spec", "problems", "command_line", "doctor"},
+    # where names become subjects: it may look backends up
+    "doctor.command.subjects": {"registry", "doctor", ""},
+    "doctor": {"doctor.steps", *BELOW_STEPS},
     "doctor.pytest_plugin": {"spec", "doctor", ""},
+    # what commands share
+    "command_line": set(),
     "info": {"_private", "registry", ""},
-    "bench": {"_private", "spec", "call", "errors", "config", "cases", "reference", "registry", "doctor", "info", ""},
+    "bench": {
+        "_private",
+        "spec",
+        "call",
+        "errors",
+        "config",
+        "cases",
+        "reference",
+        "registry",
+        "command_line",
+        "info",
+        "",
+        *BENCH_USES,
+    },
     "demo": {"spec", "call", "reference", "doctor", "bench", "info", "nn", ""},
     "__main__": {"cli"},
     "cli": {"demo", "doctor", "bench", "info", ""},
@@ -98,9 +127,9 @@ def rule_of(module: str) -> str:
 
 
 def home_of(module: str) -> str:
-    """The folder whose files may import one another."""
+    """The folder whose files may import one another: a package, a backend, a room of the doctor."""
     parts = module.split(".")
-    return ".".join(parts[:2]) if parts[0] == "backends" else parts[0]
+    return ".".join(parts[:2]) if parts[0] in ("backends", "doctor") else parts[0]
 
 
 def allowed(module: str, target: str) -> bool:
@@ -120,10 +149,30 @@ def test_arrows(module: str) -> None:
     assert not wrong, f"backlight.{module} must not import {['backlight.' + target for target in wrong]}"
 
 
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import one another in a circle, or none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_circles() -> None:
+    """No modules import one another in a circle, function bodies and annotations included."""
+    circle = circle_in({module: imported(path, module) - {module} for module, path in MODULES.items()})
+    assert not circle, f"a circle of imports: {' -> '.join(circle)}"
+
+
+def test_a_circle_would_be_seen() -> None:
+    assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"a"}})
+    assert not circle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+
+
 def test_the_table_would_notice() -> None:
-    assert not allowed("doctor.probes", "api")
-    assert not allowed("doctor.probes", "")
-    assert not allowed("doctor.probes", "backends.tiled")
+    assert not allowed("doctor.steps.probes", "api")
+    assert not allowed("doctor.steps.probes", "")
+    assert not allowed("doctor.steps.probes", "backends.tiled")
     assert not allowed("backends.tiled.forward", "reference.oracle")
     assert not allowed("backends.triton.forward", "backends.tiled.primitives")
     assert not allowed("backends.replaying.program", "backends.triton.launch")
@@ -132,7 +181,15 @@ def test_the_table_would_notice() -> None:
     assert not allowed("spec", "call")
     assert not allowed("registry", "backends.tiled")
     assert allowed("backends.tiled.forward", "backends.tiled.primitives")
-    assert allowed("doctor.probes", "reference.oracle")
+    assert allowed("doctor.steps.probes", "reference.oracle")
+    assert allowed("doctor.command.line", "doctor.steps.examination")
+    assert not allowed("doctor.steps.examination", "doctor.command.keep")
+    assert not allowed("doctor.subject.subject", "doctor.steps.compare")
+    assert not allowed("doctor.report.model", "doctor.subject.case")
+    assert not allowed("doctor.steps.examination", "doctor")
+    assert not allowed("problems.inputs", "doctor.subject.case")
+    assert not allowed("peers.flex", "bench.contender")
+    assert not allowed("peers.flex", "doctor.subject.subject")
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module or "backlight")

@@ -1,4 +1,4 @@
-"""The one list of cases. Tests, benchmarks and tuning read it; nobody keeps a second list.
+"""The one list of cases, which every suite of the tests reads. Benchmarks make the same `Case` of shapes worth measuring.
 
 A `Case` is pure data: the options, the shapes and the awkwardness of one attention problem. `case.make(dtype)` draws its
 tensors, already quantised to that dtype, together with the incoming gradients. Learned per-head terms (bias, sink, tau) stay
@@ -18,15 +18,16 @@ import torch
 from torch import Tensor
 
 from backlight.call import Call
-from backlight.reference import oracle
+from backlight.problems.axes import Sizes
+from backlight.problems.draw import borders, call_of, normal, parameter_dtype, repeated, settle, terms_to_draw
+from backlight.problems.kink import KINK_MARGIN
+from backlight.problems.kink import margin as kink_margin
 from backlight.spec import AttentionSpec
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPE_NAMES = {FP16: "fp16", BF16: "bf16", FP32: "fp32", FP64: "fp64"}
 EVERY_DTYPE = (FP32, BF16, FP16, FP64)
 
-# rounding may move p + tau/n across 0 (math.md eq. 35); a correct fp32 kernel moves p by about 1e-6 of itself
-KINK_MARGIN = 1e-5
 REDRAWS = 100
 
 
@@ -79,6 +80,21 @@ class Case:
     def varlen(self) -> bool:
         return self.lengths_q is not None
 
+    @property
+    def sizes(self) -> Sizes:
+        """Lengths of all axes; a packed case is one batch entry."""
+        dv = self.d if self.dv is None else self.dv
+        b, sq, sk = self.b, self.sq, self.sk
+        if self.lengths_q is not None:
+            lengths_k = self.lengths_q if self.lengths_k is None else self.lengths_k
+            b, sq, sk = 1, sum(self.lengths_q), sum(lengths_k)
+        return Sizes(b, self.hq, self.hkv, sq, sk, self.d, dv, self.bias or 0)
+
+    def chosen(self, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
+        """Terms whose values stand in the case, repeated over the heads."""
+        listed = {name: getattr(self, name) for name in self.spec.terms if isinstance(getattr(self, name), tuple)}
+        return {name: repeated(values, self.hq, parameter_dtype(dtype), device) for name, values in listed.items()}
+
     def make(
         self, dtype: torch.dtype = FP32, seed: int = 0, device: torch.device | str = "cpu", margin: float = KINK_MARGIN
     ) -> Problem:
@@ -90,49 +106,20 @@ class Case:
         raise RuntimeError(f"{self.name}: no draw out of {REDRAWS} keeps |p + tau/n| away from 0; make the case smaller")
 
     def _draw(self, dtype: torch.dtype, seed: int, device: torch.device | str) -> Problem:
-        generator = torch.Generator().manual_seed(seed)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=FP64)
-
-        parameter = FP64 if dtype == FP64 else FP32
-        lengths_k = self.lengths_q if self.lengths_k is None else self.lengths_k
-        b, sq, sk = self.b, self.sq, self.sk
-        if self.lengths_q is not None and lengths_k is not None:
-            b, sq, sk = 1, sum(self.lengths_q), sum(lengths_k)
-        dv = self.d if self.dv is None else self.dv
-        q, k, v = normal(b, self.hq, sq, self.d) * self.logits, normal(b, self.hkv, sk, self.d), normal(b, self.hkv, sk, dv)
+        chosen = self.chosen(dtype, device)
+        names = ("q", "k", "v", *terms_to_draw(self.spec, chosen), "dy", *(("dlse",) if self.dlse else ()))
+        drawn = normal(self.sizes, names, dtype=dtype, seed=seed, wide=FP64)
+        drawn["q"] = drawn["q"] * self.logits
         if self.logit_shift:
             reach = abs(self.logit_shift / self.spec.resolve_scale(self.d)) ** 0.5
-            q[..., 0], k[..., 0] = reach, reach if self.logit_shift > 0 else -reach
+            drawn["q"][..., 0], drawn["k"][..., 0] = reach, reach if self.logit_shift > 0 else -reach
         if self.equal_values:
-            v = v[:, :, :1].expand_as(v)
-        v = v + self.value_shift
-        bias = None if self.bias is None else normal(self.hq, self.bias).to(device, parameter)
-
-        def repeated(values: tuple[float, ...]) -> Tensor:
-            return torch.tensor([values[h % len(values)] for h in range(self.hq)], dtype=parameter, device=device)
-
-        sink = None
-        if self.sink:
-            sink = repeated(self.sink) if isinstance(self.sink, tuple) else normal(self.hq).to(device, parameter)
-        tau = None if self.tau is None else repeated(self.tau)
-        gate = normal(b, self.hq, sq, dv).to(device, dtype) if self.gate else None
-        call = Call(
-            self.spec,
-            q.to(device, dtype),
-            k.to(device, dtype),
-            v.to(device, dtype),
-            bias,
-            sink,
-            tau,
-            gate,
-            _cumulative(self.lengths_q, device),
-            _cumulative(lengths_k, device),
-        )
-        dy = normal(b, self.hq, sq, dv).to(device, dtype)
-        dlse = normal(b, self.hq, sq).to(device, parameter) if self.dlse else None
-        return Problem(self, call, dy, dlse)
+            drawn["v"] = drawn["v"][:, :, :1].expand_as(drawn["v"])
+        drawn["v"] = drawn["v"] + self.value_shift
+        tensors = settle(drawn, dtype, device) | chosen
+        lengths = (self.lengths_q, self.lengths_q if self.lengths_k is None else self.lengths_k)
+        cu_q, cu_k = (None if each is None else borders(each, device) for each in lengths)
+        return Problem(self, call_of(self.spec, tensors, cu_q, cu_k), tensors["dy"], tensors.get("dlse"))
 
 
 @dataclass(frozen=True)
@@ -143,34 +130,6 @@ class Problem:
     call: Call
     dy: Tensor
     dlse: Tensor | None
-
-
-def kink_margin(call: Call) -> float:
-    """Smallest |p + tau/n| relative to |tau|/n over visible keys of heads with tau < 0; inf when there is none.
-
-    A row with one visible key and no sink has p = 1 by definition (math.md section 5), so it may sit on the kink.
-    """
-    if call.tau is None or not bool((call.tau < 0).any()):
-        return float("inf")
-    p = oracle(call, keep=["p"]).p
-    smallest = float("inf")
-    for segment in call.segments():
-        n = call.spec.visible_counts(segment.sq, segment.sk, p.device)
-        visible = call.spec.allowed(segment.sq, segment.sk, p.device)
-        if not call.spec.sink:
-            visible = visible & (n > 1)[:, None]
-        block = p[segment.batch, :, segment.q0 : segment.q1, segment.k0 : segment.k1]
-        for h in (call.tau < 0).nonzero().flatten().tolist():
-            threshold = -call.tau[h].double() / n.clamp(min=1)[:, None]
-            margin = ((block[h] - threshold).abs() / threshold)[visible]
-            smallest = min(smallest, *margin.amin().reshape(-1).tolist()) if margin.numel() else smallest
-    return smallest
-
-
-def _cumulative(lengths: tuple[int, ...] | None, device: torch.device | str) -> Tensor | None:
-    if lengths is None:
-        return None
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 # --- the list ----------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from backlight.bench import machine, runner, timing
-from backlight.bench.peers import select
+from backlight.bench.contenders import select
 from backlight.bench.results import load
 from backlight.bench.step import FULL, Settings
 from backlight.bench.suites import MEMORY, OVERHEAD, OVERHEAD_PHASES, SPEED, Suite

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backlight.bench import peers
+from backlight.bench import contenders
 from backlight.bench.gate import Gate
 from backlight.bench.workload import Tensors, Workload
 from backlight.cases import BF16, FP32, Case
@@ -25,7 +25,7 @@ def judged(request: pytest.FixtureRequest) -> tuple[Gate, Tensors]:
 
 
 def correct(tensors: Tensors) -> Results:
-    return {name: x.clone() for name, x in peers.adapter("backlight").build(tensors).results().items()}
+    return {name: x.clone() for name, x in contenders.adapter("backlight").build(tensors).results().items()}
 
 
 def test_right_numbers_pass(judged: tuple[Gate, Tensors]) -> None:

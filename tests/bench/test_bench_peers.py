@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from backlight.bench import peers, peers_fa3, peers_flex
+from backlight.bench import contenders
+from backlight.bench.contenders.flex import KERNEL_OPTIONS, Flex, attention, block_mask_of, first_that_fits
 from backlight.bench.gate import Gate
 from backlight.bench.workload import Workload
 from backlight.call import Call
 from backlight.cases import BF16, FP32, Case
-from backlight.doctor import fa3
+from backlight.peers import fa3, flex
 from backlight.reference import oracle
 from backlight.spec import AttentionSpec
 
@@ -44,7 +45,7 @@ VARIANTS = (
 
 def judged(name: str, case: Case, dtype: torch.dtype = FP32) -> Any:
     tensors = Workload(case, dtype).draw(CPU)
-    contender = peers.adapter(name).build(tensors)
+    contender = contenders.adapter(name).build(tensors)
     with contender.scope():
         return Gate(tensors).judge(contender.results())
 
@@ -52,7 +53,7 @@ def judged(name: str, case: Case, dtype: torch.dtype = FP32) -> Any:
 @pytest.mark.parametrize("name", ["backlight", "backlight:tiled", "eager", "sdpa-flash", "sdpa-math"])
 @pytest.mark.parametrize("case", VARIANTS, ids=lambda case: case.name)
 def test_what_runs_on_a_cpu_is_right_or_refused(name: str, case: Case) -> None:
-    reason = peers.adapter(name).refuse(Workload(case, FP32), CPU)
+    reason = contenders.adapter(name).refuse(Workload(case, FP32), CPU)
     if reason is not None:
         assert name.startswith("sdpa")
         return
@@ -79,7 +80,7 @@ def test_what_runs_on_a_cpu_is_right_or_refused(name: str, case: Case) -> None:
     ],
 )
 def test_refusals_say_why(name: str, case: Case, device: torch.device, words: str) -> None:
-    assert words in peers.adapter(name).refuse(Workload(case, FP32), device)
+    assert words in contenders.adapter(name).refuse(Workload(case, FP32), device)
 
 
 @pytest.mark.parametrize(
@@ -94,21 +95,21 @@ def test_refusals_say_why(name: str, case: Case, device: torch.device, words: st
 def test_fa3_refusals_on_hopper(dtype: torch.dtype, case: Case, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.delenv(fa3.VARIABLE, raising=False)
-    assert words in peers.adapter("fa3").refuse(Workload(case, dtype), CUDA)
+    assert words in contenders.adapter("fa3").refuse(Workload(case, dtype), CUDA)
 
 
 def test_fa3_needs_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    assert "sm_90" in peers.adapter("fa3").refuse(Workload(PLAIN, BF16), CUDA)
+    assert "sm_90" in contenders.adapter("fa3").refuse(Workload(PLAIN, BF16), CUDA)
 
 
 def test_unknown_contender_is_named() -> None:
     with pytest.raises(ValueError, match="no contender is called 'nobody'; there are backlight,"):
-        peers.adapter("nobody")
+        contenders.adapter("nobody")
 
 
 def test_select_keeps_order_and_drops_repeats() -> None:
-    assert [adapter.name for adapter in peers.select(("eager", "backlight", "eager"))] == ["eager", "backlight"]
+    assert [adapter.name for adapter in contenders.select(("eager", "backlight", "eager"))] == ["eager", "backlight"]
 
 
 # --- FlexAttention, dense stand-in ---------------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ dense_flex.stages = 3
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr("torch.nn.attention.flex_attention.flex_attention", dense_flex)
-    monkeypatch.setattr(peers_flex, "make_block_mask", peers_flex.mask_function)
+    monkeypatch.setattr(flex, "block_mask", flex.mask_function)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     return monkeypatch
 
@@ -166,23 +167,23 @@ BIASED = Case("bias", b=1, hq=2, hkv=2, sq=40, sk=40, d=16, causal=True, bias=8)
 def test_flex_takes_the_first_kernel_options_that_fit(stand_in: pytest.MonkeyPatch) -> None:
     """With a captured bias the default tiles of FlexAttention need more shared memory than an H200 has."""
     tensors = Workload(BIASED, FP32).draw(CPU)
-    assert peers_flex.Flex().build(tensors).options == {}
+    assert Flex().build(tensors).options == {}
     stand_in.setattr(dense_flex, "stages", 2)
-    found = peers_flex.Flex().build(tensors)
+    found = Flex().build(tensors)
     assert found.options == {"fwd_num_stages": 2}
     assert found.detail == "torch.compile, fwd_num_stages=2"
     stand_in.setattr(dense_flex, "stages", 0)
     with pytest.raises(RuntimeError, match="out of resource"):
-        peers_flex.Flex().build(tensors)
+        Flex().build(tensors)
 
 
 def test_flex_begins_with_what_another_process_found(stand_in: pytest.MonkeyPatch) -> None:
     tried = []
-    stand_in.setattr(peers_flex, "_compiled", lambda name, tensors, mask, options: tried.append(options))
-    flex, workload = peers_flex.Flex(), Workload(BIASED, FP32)
-    flex.prefer(workload, {"fwd_num_stages": 1})
-    flex.build(workload.draw(CPU))
-    flex.build(Workload(PLAIN, FP32).draw(CPU))
+    stand_in.setattr("backlight.bench.contenders.flex._compiled", lambda name, tensors, mask, options: tried.append(options))
+    adapter, workload = Flex(), Workload(BIASED, FP32)
+    adapter.prefer(workload, {"fwd_num_stages": 1})
+    adapter.build(workload.draw(CPU))
+    adapter.build(Workload(PLAIN, FP32).draw(CPU))
     assert tried == [{"fwd_num_stages": 1}, {}]
 
 
@@ -194,7 +195,7 @@ def test_other_errors_of_flex_are_not_tried_away() -> None:
         raise RuntimeError("unsupported head dimension")
 
     with pytest.raises(RuntimeError, match="unsupported"):
-        peers_flex.first_that_fits(peers_flex.KERNEL_OPTIONS, build)
+        first_that_fits(KERNEL_OPTIONS, build)
     assert tried == [{}]
 
 
@@ -204,17 +205,17 @@ def test_the_compiler_traces_flex_in_one_graph(case: Case) -> None:
     """The real `flex_attention`, forward only: it has no backward on a CPU."""
     call = Workload(case, FP32).draw(CPU).call
     torch._dynamo.reset()
-    options = peers_flex.KERNEL_OPTIONS[-1]
-    traced = torch.compile(peers_flex.attention(call, options), dynamic=False, fullgraph=True, backend="eager")
+    options = KERNEL_OPTIONS[-1]
+    traced = torch.compile(attention(call, options), dynamic=False, fullgraph=True, backend="eager")
     terms = {name: getattr(call, name) for name in ("bias", "sink", "gate") if getattr(call, name) is not None}
-    y = traced(call.q, call.k, call.v, block_mask=peers_flex.make_block_mask(call), **terms)
+    y = traced(call.q, call.k, call.v, block_mask=block_mask_of(call), **terms)
     torch.testing.assert_close(y.double(), oracle(call).y, rtol=0, atol=1e-5)
 
 
 def test_flex_block_mask_is_the_spec_s_mask() -> None:
     case = Case("window", b=1, hq=1, hkv=1, sq=300, sk=300, d=16, window=(90, 20))
     call = Workload(case, FP32).draw(CPU).call
-    mask = peers_flex.make_block_mask(call)
+    mask = block_mask_of(call)
     i, j = torch.meshgrid(torch.arange(300), torch.arange(300), indexing="ij")
     assert torch.equal(mask.mask_mod(0, 0, i, j), case.spec.allowed(300, 300))
 
@@ -267,7 +268,7 @@ def fa3_operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
     library.impl("fwd", fa3_forward, "CPU")
     library.impl("bwd", fa3_backward, "CPU")
-    monkeypatch.setattr(peers_fa3, "load", lambda: None)
+    monkeypatch.setattr(fa3, "load", lambda: None)
     yield
     library._destroy()
 
@@ -286,8 +287,8 @@ def test_fa3_layouts_and_keywords(case: Case, fa3_operators: None) -> None:
 
 def test_bare_operators_are_labelled(fa3_operators: None) -> None:
     tensors = Workload(PLAIN, BF16).draw(CPU)
-    assert peers.adapter("fa3").build(tensors).path == "autograd"
-    assert peers.adapter("fa3-bare").build(tensors).path == "bare op"
+    assert contenders.adapter("fa3").build(tensors).path == "autograd"
+    assert contenders.adapter("fa3-bare").build(tensors).path == "bare op"
 
 
 def test_a_packed_library_is_unpacked_once(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from backlight.bench import peers, precompile, runner, suites
+from backlight.bench import contenders, precompile, runner, suites
 from backlight.bench.contender import PER_SHAPE
 from backlight.bench.step import Settings
 from backlight.bench.suites import SPEED, Suite
@@ -35,7 +35,7 @@ class Shaped:
 
 def test_kinds_are_compiled_once_and_shapes_each() -> None:
     grid = suites.suite("plain", CUDA).workloads
-    found = precompile.jobs(grid, (*peers.select(("backlight", "sdpa-flash")), Shaped()), CUDA)
+    found = precompile.jobs(grid, (*contenders.select(("backlight", "sdpa-flash")), Shaped()), CUDA)
     names = [adapter.name for _, adapter in found]
     # 3 head dimensions, causal or full; every length of the two that are not refused
     assert (names.count("backlight"), names.count("shaped"), names.count("sdpa-flash")) == (6, 24, 0)
@@ -44,7 +44,7 @@ def test_kinds_are_compiled_once_and_shapes_each() -> None:
 
 def test_every_variant_is_a_kind_of_its_own() -> None:
     variants = suites.suite("variants", CUDA, quick=True).workloads
-    found = {workload.case.name for workload, _ in precompile.jobs(variants, peers.select(("backlight",)), CUDA)}
+    found = {workload.case.name for workload, _ in precompile.jobs(variants, contenders.select(("backlight",)), CUDA)}
     assert {"bias,d=64,s=8192", "lazy,d=64,s=8192", "gate,d=64,s=8192", "gqa,d=64,s=8192", "varlen,d=64"} <= found
     assert "causal,d=64,s=16384" not in found
 
@@ -67,14 +67,14 @@ def test_findings_reach_the_adapter_and_failures_the_record(monkeypatch: pytest.
 
 def test_processes_compile_and_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = precompile.precompile((TINY,), peers.select(("backlight",)), CPU, 1)
+    found = precompile.precompile((TINY,), contenders.select(("backlight",)), CPU, 1)
     assert (found["jobs"], found["done"], found["failed"]) == (1, 1, [])
     assert not multiprocessing.active_children()
 
 
 def test_time_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = precompile.precompile((TINY,), peers.select(("backlight",)), CPU, 1, limit_s=0)
+    found = precompile.precompile((TINY,), contenders.select(("backlight",)), CPU, 1, limit_s=0)
     assert (found["done"], found["failed"]) == (0, ["time was up before all was compiled"])
     assert not multiprocessing.active_children()
 
@@ -82,4 +82,4 @@ def test_time_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_only_a_card_is_compiled_for_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(runner, "precompile", lambda *arguments, **options: pytest.fail("compiled ahead on a CPU"))
     suite = Suite("tiny", "for tests", SPEED, (), ("backlight",))
-    runner.run(suite, peers.select(("backlight",)), CPU, tmp_path / "run.json", Settings(1, True, processes=4))
+    runner.run(suite, contenders.select(("backlight",)), CPU, tmp_path / "run.json", Settings(1, True, processes=4))

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from backlight.bench import command, machine, resume, runner, step, suites
 from backlight.bench.contender import Contender
-from backlight.bench.peers import adapter
+from backlight.bench.contenders import adapter
 from backlight.bench.results import load
 from backlight.bench.step import Settings
 from backlight.bench.suites import SPEED, Suite

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from backlight import registry
 from backlight.bench import command, machine, memory, profile, runner, step, suites, timing
 from backlight.bench.contender import Contender
-from backlight.bench.peers import adapter
+from backlight.bench.contenders import adapter
 from backlight.bench.results import load
 from backlight.bench.step import Settings
 from backlight.bench.suites import MEMORY, OVERHEAD, SPEED, Suite

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from backlight.bench import peers, timing
+from backlight.bench import contenders, timing
 from backlight.bench.timing import Effort
 from backlight.bench.workload import Workload
 from backlight.cases import FP32, Case
@@ -104,7 +104,7 @@ def test_host_time_is_of_one_call() -> None:
 
 def test_phases_run_what_they_say() -> None:
     tensors = Workload(Case("causal", b=1, hq=2, hkv=2, sq=32, sk=32, d=8, causal=True, bias=4), FP32).draw(CPU)
-    contender = peers.adapter("backlight").build(tensors)
+    contender = contenders.adapter("backlight").build(tensors)
     y = timing.phase_of(contender, "forward")()
     assert not y.requires_grad
     backward = timing.phase_of(contender, "backward")

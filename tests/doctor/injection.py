@@ -24,8 +24,8 @@ from edits import EDITS, Edit
 import backlight
 from backlight.backends.tiled import TiledBackend
 from backlight.call import Call
-from backlight.doctor.catalogue import get
-from backlight.doctor.subject import Subject
+from backlight.doctor.defects.catalogue import get
+from backlight.doctor.subject.subject import Subject
 
 PACKAGE = "backlight.backends.tiled"
 SHARED = ("config", "primitives")

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from backlight import doctor
-from backlight.doctor import catalogue
-from backlight.doctor.subject import Subject
+from backlight.doctor.defects import catalogue
+from backlight.doctor.subject.subject import Subject
 
 FILE = Path(__file__).parents[2] / "docs" / "data" / "doctor-shares.json"
 SMALL = (2, 4, 72, 64)

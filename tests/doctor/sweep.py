@@ -23,11 +23,12 @@ import torch
 
 import backlight
 from backlight import registry
-from backlight.doctor import inputs, names
-from backlight.doctor.examination import Examination
-from backlight.doctor.inputs import Problem
 from backlight.doctor.report.model import Report
-from backlight.doctor.subject import Subject
+from backlight.doctor.steps.examination import Examination
+from backlight.doctor.subject import names
+from backlight.doctor.subject.subject import Subject
+from backlight.problems import inputs
+from backlight.problems.problem import Problem
 from backlight.spec import AttentionSpec
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

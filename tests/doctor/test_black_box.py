@@ -12,7 +12,7 @@ from injection import NOT_INJECTED
 from shares import NAMED, NEEDS_LSE
 
 from backlight import doctor
-from backlight.doctor import broken, catalogue
+from backlight.doctor.defects import broken, catalogue
 from backlight.spec import AttentionSpec
 
 RECORD = shares.load()["defects"]

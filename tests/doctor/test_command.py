@@ -12,12 +12,14 @@ from typer.testing import CliRunner
 
 import backlight.doctor
 from backlight.call import Call
-from backlight.doctor import catalogue, command, names
-from backlight.doctor.capture import save_capture
-from backlight.doctor.catalogue import BY_ID
+from backlight.doctor import command
+from backlight.doctor.defects import catalogue
+from backlight.doctor.defects.catalogue import BY_ID
+from backlight.doctor.defects.stories import STORIES
 from backlight.doctor.report import Report
 from backlight.doctor.report import json as report_json
-from backlight.doctor.stories import STORIES
+from backlight.doctor.subject import names
+from backlight.doctor.subject.capture import save_capture
 from backlight.reference import oracle
 from backlight.spec import AttentionSpec
 
@@ -334,7 +336,7 @@ def test_a_captured_run_is_examined_and_reproduced(tmp_path):
 
 @pytest.mark.parametrize(("name", "code"), [("case-a", 0), ("case-b", 1), ("case-c", 1), ("case-d", 1)])
 def test_the_four_stories(name, code, tmp_path):
-    """The seed bugs, by name, with the kernels as they were written; see the texts in `doctor/stories.py`."""
+    """The seed bugs, by name, with the kernels as they were written; see the texts in `doctor/defects/stories.py`."""
     result = doctor("--demo", name, "--shape", "1,4,72,32", "--json", str(tmp_path / "r.json"))
     assert result.exit_code == code, result.output
     assert STORIES[name].title in result.output

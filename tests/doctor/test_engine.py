@@ -11,13 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backlight import doctor
-from backlight.doctor import broken, catalogue, constants, environment, exact, inputs, layouts
-from backlight.doctor.compare import compare
-from backlight.doctor.invariants import identities
-from backlight.doctor.localise import describe
-from backlight.doctor.mutants import Mutant, run
+from backlight.doctor.defects import broken, catalogue, constants
+from backlight.doctor.defects.mutants import Mutant, run
 from backlight.doctor.report.model import Report
-from backlight.doctor.subject import Subject
+from backlight.doctor.steps import environment, exact
+from backlight.doctor.steps.compare import compare
+from backlight.doctor.steps.invariants import identities
+from backlight.doctor.steps.localise import describe
+from backlight.doctor.subject import layouts
+from backlight.doctor.subject.subject import Subject
+from backlight.problems import inputs
 from backlight.spec import LOG2E, AttentionSpec
 
 CAUSAL = AttentionSpec(causal=True)

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_samples import healthy, window_defect
 
-from backlight.doctor import diagnose, options
+from backlight.doctor import diagnose
+from backlight.doctor.command import options
 from backlight.doctor.report import json as report_json
 from backlight.spec import AttentionSpec
 

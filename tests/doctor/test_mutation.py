@@ -17,7 +17,7 @@ from injection import CALLERS, NOT_INJECTED, WRAPPERS, kind_of
 from shares import NAMED, arguments
 
 from backlight import doctor
-from backlight.doctor import broken, catalogue
+from backlight.doctor.defects import broken, catalogue
 
 SMALLER = (2, 4, 40, 64)
 SHARE = 0.95

@@ -13,9 +13,11 @@ from sweep import VARIANTS
 from torch import Tensor
 
 from backlight.call import Call
-from backlight.doctor import fa3, inputs, names
-from backlight.doctor.compare import compare
-from backlight.doctor.subject import Subject
+from backlight.doctor.steps.compare import compare
+from backlight.doctor.subject import names
+from backlight.doctor.subject.subject import Subject
+from backlight.peers import fa3, flex
+from backlight.problems import inputs
 from backlight.reference import oracle
 from backlight.spec import AttentionSpec
 
@@ -61,7 +63,7 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library.impl("bwd", backward, "CPU")
     monkeypatch.setattr(fa3, "absent", lambda: None)
     monkeypatch.setattr(fa3, "load", lambda: None)
-    monkeypatch.setattr(names, "_on_cuda", lambda name, q: None)
+    monkeypatch.setattr(fa3, "on_cuda", lambda name, q: None)
     yield
     library._destroy()
 
@@ -111,6 +113,7 @@ def test_flex_is_told_everything(variant: str) -> None:
 
 def test_flex_is_prepared_once_for_each_geometry() -> None:
     """A compiled function is found again by the next seed; compiling takes seconds."""
-    assert names._flex_attention(None, 2.0, 0, 0, False, False) is names._flex_attention(None, 2.0, 0, 0, False, False)
+    numbers = flex.Numbers(None, 2.0, 0, 0, False)
+    assert flex.prepared(numbers, False, False) is flex.prepared(flex.Numbers(None, 2.0, 0, 0, False), False, False)
     spec, device = AttentionSpec(causal=True), torch.device("cpu")
-    assert names._block_mask(spec, 16, 16, None, device) is names._block_mask(spec, 16, 16, None, device)
+    assert flex.kept_block_mask(spec, 16, 16, None, device) is flex.kept_block_mask(spec, 16, 16, None, device)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backlight import doctor
-from backlight.doctor import inputs
+from backlight.problems import inputs
 from backlight.spec import AttentionSpec
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

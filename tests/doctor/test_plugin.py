@@ -9,9 +9,9 @@ from importlib.metadata import entry_points
 import pytest
 
 # pytester forgets modules that its runs import, and an operator library cannot be registered twice
-import backlight.doctor.keep
+import backlight.doctor.command.keep
 import backlight.doctor.pytest_plugin
-from backlight.doctor.repro import try_script
+from backlight.doctor.command.repro import try_script
 
 pytest_plugins = ["pytester"]
 
@@ -185,7 +185,7 @@ def test_a_script_that_cannot_be_written_does_not_take_the_report_with_it(pytest
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(backlight.doctor.capture, "save_capture", full)
+    monkeypatch.setattr(backlight.doctor.subject.capture, "save_capture", full)
     source = """
     import torch
     def test_it(doctor):

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from backlight.doctor import catalogue, diagnose
+from backlight.doctor import diagnose
 from backlight.doctor.command import resolve
+from backlight.doctor.defects import catalogue
 from backlight.spec import AttentionSpec
 
 PAGE = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")

@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 
-from backlight.doctor import repro
-from backlight.doctor.capture import load_capture, save_capture
-from backlight.doctor.case import Case
+from backlight.doctor.command import repro
+from backlight.doctor.command.shrink import shrink, smaller_cases
 from backlight.doctor.report import Finding
-from backlight.doctor.shrink import shrink, smaller_cases
+from backlight.doctor.subject.capture import load_capture, save_capture
+from backlight.doctor.subject.case import Case
 from backlight.spec import AttentionSpec
 
 

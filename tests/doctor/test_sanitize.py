@@ -15,9 +15,11 @@ import torch
 from typer.testing import CliRunner
 
 import backlight
-from backlight.doctor import checks, command, sanitize
-from backlight.doctor.case import Case
+from backlight.doctor import command
+from backlight.doctor.command import sanitize
 from backlight.doctor.report.model import Finding, Report
+from backlight.doctor.subject.case import Case
+from backlight.problems import checks
 from backlight.spec import AttentionSpec
 
 KERNEL = """

@@ -10,10 +10,12 @@ from injection import ours
 from torch import Tensor
 
 from backlight import doctor
-from backlight.doctor import broken, catalogue, names, verdict
+from backlight.doctor.defects import broken, catalogue
 from backlight.doctor.report import terminal
 from backlight.doctor.report.json import dumps
-from backlight.doctor.subject import Subject
+from backlight.doctor.steps import verdict
+from backlight.doctor.subject import names
+from backlight.doctor.subject.subject import Subject
 from backlight.spec import AttentionSpec
 
 CAUSAL = AttentionSpec(causal=True)

@@ -8,7 +8,7 @@ import shares
 import sweep
 from injection import NOT_INJECTED, kind_of
 
-from backlight.doctor import catalogue
+from backlight.doctor.defects import catalogue
 
 RECORD = shares.load()
 PAGE = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backlight import doctor
-from backlight.doctor import broken
+from backlight.doctor.defects import broken
 from backlight.spec import AttentionSpec
 
 CAUSAL = AttentionSpec(causal=True)

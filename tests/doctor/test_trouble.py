@@ -16,9 +16,11 @@ from report_samples import healthy
 from typer.testing import CliRunner
 
 import backlight.doctor
-from backlight.doctor import assert_healthy, command, diagnose, streams, trouble
+from backlight.doctor import assert_healthy, command, diagnose
+from backlight.doctor.command import streams
 from backlight.doctor.report import json as report_json
 from backlight.doctor.report import terminal
+from backlight.doctor.subject import trouble
 from backlight.spec import AttentionSpec
 
 SMALL = ("--shape", "1,2,16,8", "--dtype", "fp32")

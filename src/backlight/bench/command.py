@@ -10,8 +10,9 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -19,6 +20,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from typer.core import TyperGroup
+
+from backlight.command_line import number, typed, whole, with_options_of, writable
+
+if TYPE_CHECKING:
+    from backlight.bench.contender import Adapter
+    from backlight.bench.step import Settings
+    from backlight.bench.suites import Suite
 
 DEFAULT = "run"
 SLOWER, BAD_ARGUMENTS, BAD_RECORD, NOT_COMPARABLE, INTERRUPTED = 1, 2, 3, 4, 130
@@ -91,8 +99,7 @@ def _device(name: str) -> torch.device:
 def _refuse_ignored(context: typer.Context, names: tuple[str, ...], reason: str) -> None:
     """Options that stood on the command line and would have no effect."""
     for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if name in typed(context):
             shown = "SUITE" if name == "suite" else f"--{name}"
             raise ValueError(f"{shown} {context.params[name]} would be ignored: {reason}")
 
@@ -108,8 +115,6 @@ def _check_words(context: typer.Context, contenders: str) -> None:
 
 def _writable(option: str, folder: Path) -> None:
     """Better before hours of measuring than after."""
-    from backlight.doctor.options import writable
-
     writable(option, folder / "x.partial")
 
 
@@ -122,92 +127,129 @@ def _current(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-@app.command(DEFAULT)
-def run(
-    context: typer.Context,
-    suite: Annotated[str, typer.Argument(help="plain, variants, terms, cpu, smoke, memory or overhead.")] = "smoke",
-    device: DeviceOption = "auto",
-    contenders: Annotated[str, typer.Option(help="Names to race, with commas; the suite's own choice by default.")] = "",
-    out: OutOption = Path("benchmarks/results"),
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of `run`."""
+
+    suite: Annotated[str, typer.Argument(help="plain, variants, terms, cpu, smoke, memory or overhead.")] = "smoke"
+    device: DeviceOption = "auto"
+    contenders: Annotated[str, typer.Option(help="Names to race, with commas; the suite's own choice by default.")] = ""
+    out: OutOption = Path("benchmarks/results")
     rounds: Annotated[
         str | None, typer.Option(metavar="N", help="Rounds over all contenders; the suite's own number by default.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer lengths and shorter measurements.")] = False,
-    plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw the pictures beside the JSON.")] = True,
-    profile: Annotated[str, typer.Option(metavar="CASE", help="Take one case apart into its kernels instead of a suite.")] = "",
+    ] = None
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer lengths and shorter measurements.")] = False
+    plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw the pictures beside the JSON.")] = True
+    profile: Annotated[str, typer.Option(metavar="CASE", help="Take one case apart into its kernels instead of a suite.")] = ""
     resume: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="Measure the cases this record lacks, with its suite and settings."),
-    ] = None,
+    ] = None
     seconds: Annotated[
         str | None, typer.Option(metavar="S", help="Stop after so long; the record says so and can be resumed.")
-    ] = None,
+    ] = None
     processes: Annotated[
         str, typer.Option(metavar="N", help="Compile ahead in so many processes, on CUDA; 0 = each contender in its turn.")
-    ] = str(max(0, min(MOST_PROCESSES, (os.cpu_count() or 1) - 2))),
-) -> None:
+    ] = str(max(0, min(MOST_PROCESSES, (os.cpu_count() or 1) - 2)))
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        return tuple(name.strip() for name in self.contenders.split(",") if name.strip())
+
+
+@app.command(DEFAULT)
+@with_options_of(RunOptions)
+def run(context: typer.Context, asked: RunOptions) -> None:
     """Run SUITE and write its JSON, table and pictures."""
-    from backlight.bench import machine, peers, suites
     from backlight.bench.record import BadRecord
-    from backlight.bench.results import load
     from backlight.bench.resume import CannotResume
-    from backlight.bench.step import Settings
     from backlight.bench.table import render
-    from backlight.doctor.options import number, whole
 
     try:
-        _check_words(context, contenders)
-        chosen_rounds = whole("--rounds", rounds, most=MOST_ROUNDS)
-        limit, workers = number("--seconds", seconds, least=1.0), whole("--processes", processes, least=0, most=MOST_WORKERS)
-        chosen_device = _device(device)
-        wanted = tuple(name.strip() for name in contenders.split(",") if name.strip())
-        folder = out / machine.device_name(chosen_device)
-        if profile:
-            workload, racing = suites.find(profile, chosen_device), peers.select(wanted or ("backlight",))
-            _writable("--out", folder)
-            _profile(workload, racing, chosen_device, folder, plot)
+        _check_words(context, asked.contenders)
+        plan = _plan(asked)
+        if plan is None:
             return
-        earlier = None if resume is None else load(resume)
-        if earlier is not None:
-            lacking = [name for name in ("quick", "rounds") if name not in earlier["settings"]]
-            if lacking or earlier["suite"] not in suites.SUITES:
-                raise BadRecord(f"{resume} is no record of a suite: {lacking[0] if lacking else earlier['suite']!r} is unknown")
-            suite, quick, chosen_rounds = earlier["suite"], earlier["settings"]["quick"], earlier["settings"]["rounds"]
-            wanted = tuple(earlier["settings"]["contenders"])
-        chosen = suites.suite(suite, chosen_device, quick)
-        adapters = peers.select(wanted or chosen.contenders)
-        path = folder / f"{chosen.name}-{machine.stamp()}.json" if resume is None else resume
-        _writable("--out" if resume is None else "--resume", path.parent)
     except BadRecord:
         raise
     except ValueError as error:
         raise _fail(error) from None
-    settings = Settings(chosen_rounds or chosen.rounds, quick or chosen.hasty, seconds=limit, processes=workers or 0)
     try:
-        data = _run_suite(chosen, adapters, chosen_device, path, settings, earlier)
+        data = _run_suite(plan)
     except CannotResume as error:
         raise _fail(error) from None
     _console().print(render(data))
-    _written(path)
-    if plot:
-        _draw(data, path)
+    _written(plan.path)
+    if asked.plot:
+        _draw(data, plan.path)
     if data["status"] == "stopped":
-        words = f"stopped after {limit:.0f} s; go on with: backlight bench --resume {path}"
+        words = f"stopped after {plan.settings.seconds:.0f} s; go on with: backlight bench --resume {plan.path}"
         _console().print(words, style="yellow", soft_wrap=True)
     elif data["status"] != "complete":
         raise typer.Exit(INTERRUPTED)
 
 
-def _run_suite(
-    suite: Any, adapters: Any, device: torch.device, path: Path, settings: Any, earlier: dict[str, Any] | None
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Plan:
+    """One run of a suite, ready to begin."""
+
+    suite: Suite
+    adapters: tuple[Adapter, ...]
+    device: torch.device
+    path: Path
+    settings: Settings
+    earlier: dict[str, Any] | None
+
+
+def _plan(asked: RunOptions) -> Plan | None:
+    """What was asked for, checked; None when it was a profile, which is then done."""
+    from backlight.bench import contenders, machine, suites
+    from backlight.bench.step import Settings
+
+    rounds = whole("--rounds", asked.rounds, most=MOST_ROUNDS)
+    limit = number("--seconds", asked.seconds, least=1.0)
+    workers = whole("--processes", asked.processes, least=0, most=MOST_WORKERS)
+    device, wanted = _device(asked.device), asked.wanted
+    folder = asked.out / machine.device_name(device)
+    if asked.profile:
+        workload, racing = suites.find(asked.profile, device), contenders.select(wanted or ("backlight",))
+        _writable("--out", folder)
+        _profile(workload, racing, device, folder, asked.plot)
+        return None
+    suite, quick, earlier = asked.suite, asked.quick, None
+    if asked.resume is not None:
+        earlier = _begun(asked.resume)
+        suite, settings = earlier["suite"], earlier["settings"]
+        quick, rounds, wanted = settings["quick"], settings["rounds"], tuple(settings["contenders"])
+    chosen = suites.suite(suite, device, quick)
+    adapters = contenders.select(wanted or chosen.contenders)
+    path = folder / f"{chosen.name}-{machine.stamp()}.json" if asked.resume is None else asked.resume
+    _writable("--out" if asked.resume is None else "--resume", path.parent)
+    chosen_settings = Settings(rounds or chosen.rounds, quick or chosen.hasty, seconds=limit, processes=workers or 0)
+    return Plan(chosen, adapters, device, path, chosen_settings, earlier)
+
+
+def _begun(path: Path) -> dict[str, Any]:
+    """The record of a suite that is to go on."""
+    from backlight.bench import suites
+    from backlight.bench.record import BadRecord
+    from backlight.bench.results import load
+
+    earlier = load(path)
+    lacking = [name for name in ("quick", "rounds") if name not in earlier["settings"]]
+    if lacking or earlier["suite"] not in suites.SUITES:
+        raise BadRecord(f"{path} is no record of a suite: {lacking[0] if lacking else earlier['suite']!r} is unknown")
+    return earlier
+
+
+def _run_suite(plan: Plan) -> dict[str, Any]:
     from backlight.bench.results import load
     from backlight.bench.runner import run as run_suite
 
     console = _console()
     columns = (SpinnerColumn(), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(suite.name, total=len(suite.workloads))
+        task = progress.add_task(plan.suite.name, total=len(plan.suite.workloads))
 
         def report(what: str, done: int, total: int) -> None:
             if not console.is_terminal and what.endswith(LOGGED):
@@ -215,10 +257,10 @@ def _run_suite(
             progress.update(task, description=what, completed=done, total=total)
 
         try:
-            run_suite(suite, adapters, device, path, settings, report, earlier)
+            run_suite(plan.suite, plan.adapters, plan.device, plan.path, plan.settings, report, plan.earlier)
         except KeyboardInterrupt:
             progress.console.print("interrupted; what was measured is kept", style="yellow")
-    return load(path)
+    return load(plan.path)
 
 
 def _profile(workload: Any, adapters: Any, device: torch.device, folder: Path, plot: bool) -> None:
@@ -316,7 +358,7 @@ def _readable(file: Path) -> Iterator[None]:
 @app.command("list")
 def list_all(device: DeviceOption = "auto") -> None:
     """The suites with their cases, and the contenders."""
-    from backlight.bench import peers, suites
+    from backlight.bench import contenders, suites
 
     try:
         chosen = _device(device)
@@ -329,7 +371,7 @@ def list_all(device: DeviceOption = "auto") -> None:
         found = suites.suite(name, chosen)
         table.add_row(name, found.summary, ", ".join(workload.id for workload in found.workloads))
     _console().print(table)
-    _console().print("Contenders: " + ", ".join(peers.adapters()))
+    _console().print("Contenders: " + ", ".join(contenders.adapters()))
 
 
 @app.command("show")

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from backlight.bench.workload import Tensors, Workload
+from backlight.spec import LEARNED, TENSORS, TERM_NAMES
 
 AUTOGRAD, BARE = "autograd", "bare op"
 # what an adapter that compiles says as `compiles`: anew for every shape, or once for a kind of call whatever its lengths
 PER_SHAPE, PER_KIND = "every shape", "every kind"
 Layout = Callable[[Tensor], Tensor]
-GRADIENT_INPUTS = ("q", "k", "v", "bias", "sink", "tau", "gate")
+TERM_WORDS = {"bias": "a bias by distance", "sink": "a sink", "tau": "the elastic softmax (tau)", "gate": "a gate"}
 # tensors with rows and columns of their own; the others are [Hq] or [Hq, n] in every layout
-ROW_TENSORS = ("q", "k", "v", "gate")
+ROW_TENSORS = tuple(each.name for each in TENSORS if each.by_rows)
 
 
 class Adapter(Protocol):
@@ -98,17 +99,12 @@ def by_autograd(name: str, leaves: dict[str, Tensor], dy: Tensor, attend: Callab
 def leaves_of(tensors: Tensors, layout: Layout | None = None) -> dict[str, Tensor]:
     """The call's tensors as leaves; `layout` turns canonical row tensors into the contender's own, contiguous."""
     out = {}
-    for name in GRADIENT_INPUTS:
+    for name in LEARNED:
         value = getattr(tensors.call, name)
         if value is not None:
             moved = layout is not None and name in ROW_TENSORS
             out[name] = (layout(value).contiguous() if moved else value).detach().requires_grad_()  # type: ignore[misc]
     return out
-
-
-def gated(y: Tensor, gate: Tensor | None) -> Tensor:
-    """The output gate as a peer without one computes it: after attention, as an operation of its own."""
-    return y if gate is None else y * torch.sigmoid(gate)
 
 
 def terms(workload: Workload) -> tuple[str, ...]:
@@ -118,10 +114,7 @@ def terms(workload: Workload) -> tuple[str, ...]:
         "packed sequences": case.varlen,
         "a window": case.window != (None, None),
         "softcap": case.softcap is not None,
-        "a bias by distance": case.bias is not None,
-        "a sink": case.sink,
-        "the elastic softmax (tau)": case.tau is not None,
-        "a gate": case.gate,
+        **{TERM_WORDS.get(name, name): getattr(case.spec, name) for name in TERM_NAMES},
     }
     return tuple(name for name, present in found.items() if present)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from backlight.bench.truth import Slice, narrowed, problem_of, sample
 from backlight.bench.workload import Tensors
-from backlight.doctor.compare import RHO_B, RHO_B_WIDE, RHO_FAIL, Comparison, compare
-from backlight.doctor.inputs import Problem
+from backlight.doctor.steps.compare import RHO_B, RHO_B_WIDE, RHO_FAIL, Comparison, compare
+from backlight.problems.problem import Problem
 
 OK, SUSPECT, WRONG = "ok", "suspect", "wrong"
 # the doctor calls the observed output o, with or without a gate
@@ -90,7 +90,7 @@ def _worst(found: list[Comparison]) -> dict[str, float]:
 
 
 def _round(value: float) -> float:
-    """Four digits; JSON has no NaN or infinity, and what stands for them must be as bad."""
+    """Four digits. JSON has no NaN or infinity, so a number that fails every limit stands for them."""
     return float(f"{value:.4g}") if abs(value) < 1e30 else 1e30
 
 

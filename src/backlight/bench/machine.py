@@ -168,7 +168,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _bearable(device: torch.device, dtype: torch.dtype, largest: int) -> int:
-    """The largest power-of-two size up to `largest` whose product is a matter of seconds: some CPUs have no fast bf16."""
+    """The largest power of two up to `largest` whose matmul takes seconds at most: some CPUs have no fast bf16."""
     size = min(256, largest)
     while device.type == "cpu" and size < largest:
         a = torch.randn(size, size, device=device, dtype=dtype)

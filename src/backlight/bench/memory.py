@@ -1,4 +1,4 @@
-"""How much memory there is, and how much one forward and backward takes beyond its inputs.
+"""How much memory one forward and backward takes beyond its inputs.
 
 On CUDA the allocator's own peak is read in this process. On a CPU a fresh process per contender runs one forward and backward
 and reports the growth of its resident memory, so scratch space inside libraries counts too.
@@ -17,31 +17,9 @@ from typing import Any
 import torch
 
 from backlight.bench.contender import Contender
+from backlight.bench.contenders import adapter
 from backlight.bench.workload import Workload
 from backlight.cases import Case
-
-DENSE_SHARE = {"cuda": 0.5, "cpu": 0.4}
-UNKNOWN_MEMORY = 8 << 30
-
-
-def available_bytes(device: torch.device) -> int:
-    """Memory that could be allocated now."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    meminfo = Path("/proc/meminfo")
-    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
-    found = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    return next(found, UNKNOWN_MEMORY)
-
-
-def dense_refusal(workload: Workload, device: torch.device, copies: int) -> str | None:
-    """The reason against a contender that keeps `copies` fp32 matrices of the scores, or None when they fit."""
-    largest = workload.batch * max((sq * sk for sq, sk in workload.lengths), default=0)
-    needed = copies * 4 * workload.case.hq * largest
-    allowed = DENSE_SHARE.get(device.type, 0.4) * available_bytes(device)
-    if needed <= allowed:
-        return None
-    return f"its S x S matrices would take {needed / 2**30:.0f} GiB of the {allowed / 2**30:.0f} GiB it is allowed here"
 
 
 def cuda_peak(contender: Contender) -> int:
@@ -82,8 +60,6 @@ def _high_water() -> int:
 
 
 def _measure_here(request: dict[str, Any]) -> dict[str, Any]:
-    from backlight.bench.peers import adapter
-
     torch.set_num_threads(request["threads"])
     workload = Workload.from_json(request["workload"])
     device, chosen = torch.device("cpu"), adapter(request["contender"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from backlight.bench.contender import BARE
-from backlight.bench.ours import OURS
+from backlight.bench.contenders.ours import OURS
 from backlight.bench.table import contenders
 
 OURS_COLOUR = "#d1421f"

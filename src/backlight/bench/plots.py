@@ -8,8 +8,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from backlight.bench.contenders.ours import OURS
 from backlight.bench.machine import machine_line
-from backlight.bench.ours import OURS
 from backlight.bench.plot_style import PHASE_PANELS, families_of, family_title, figure_of, legend, log2_lengths, styles_of
 from backlight.bench.plots_machine import profile, roofline
 from backlight.bench.suites import MEMORY

@@ -102,7 +102,7 @@ def _start() -> None:
 
 
 def _compile(job: Job) -> dict[str, Any]:
-    from backlight.bench.peers import adapter
+    from backlight.bench.contenders import adapter
 
     described, name, device = job
     workload, begin = Workload.from_json(described), time.monotonic()

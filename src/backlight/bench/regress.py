@@ -8,7 +8,7 @@ from typing import Any
 
 from backlight.bench.results import TIMED
 
-# two runs of the same code differ by a few percent even when each of them repeats better (peers.md section 3: 1 to 7 %)
+# two runs of the same code differ by a few percent even when each of them repeats better: 1 to 7 % were seen
 RUN_TO_RUN = 0.03
 
 
@@ -63,7 +63,7 @@ def lost(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str, str]]
 
 
 def gone_without_a_try(old: dict[str, Any], new: dict[str, Any]) -> int:
-    """How many rows of the old run have a time and no row at all in the new one: about those nothing is said."""
+    """How many rows with a time the new run did not try at all: they are neither slower nor lost."""
     tried = {(row["case"], row["contender"]) for row in new["rows"]}
     return sum(row["status"] in TIMED and (row["case"], row["contender"]) not in tried for row in old["rows"])
 

@@ -12,8 +12,8 @@ import torch
 
 from backlight.bench import machine, memory, timing
 from backlight.bench.contender import Adapter, Contender
+from backlight.bench.contenders.ours import OURS
 from backlight.bench.gate import WRONG, Gate
-from backlight.bench.ours import OURS
 from backlight.bench.rehearsal import too_slow
 from backlight.bench.results import TIMED, Results, rates
 from backlight.bench.suites import MEMORY, OVERHEAD, Suite
@@ -24,10 +24,10 @@ from backlight.errors import Unsupported
 Row = dict[str, Any]
 Entry = tuple[Contender, Row]
 
-# a window of a card begins warm: the power limit of one takes some 50 ms to pull down its clocks
+# a card runs above its sustained clocks until its power limit reacts, which takes some 50 ms
 FULL, QUICK = Effort(50, 100, least=3), Effort(40, 60, least=2)
 CPU_FULL, CPU_QUICK = Effort(20, 300), Effort(0, 60)
-# above this many pairs the memory suite, which shows no speed, takes the verdict of the shorter lengths
+# the memory suite shows no speed: above this many pairs it relies on the verdict of shorter lengths
 JUDGED_PAIRS = 8 * 4096 * 4096
 NOT_JUDGED = {"status": "not judged", "judged": [], "notes": ["no speed is shown here, and shorter lengths are judged"]}
 REASON_LENGTH = 300

@@ -26,7 +26,7 @@ GPU_PEERS = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex", "fa3", "fa3-b
 EVERY_PEER = (*GPU_PEERS, "sdpa-math", "eager", "adasplash")
 CPU_PEERS = ("sdpa-flash", "sdpa-math", "eager", "flex")
 LAZY_TAU = (-1.0,)
-# B 4, H 16, L 4096, D 64, table 4096: what the authors of the elastic softmax published times for (peers.md section 1)
+# B 4, H 16, L 4096, D 64, table 4096: what the authors of the elastic softmax published times for
 PUBLISHED = (4096, 4, 16, 64)
 OVERHEAD_PHASES = ("host forward", "host both", "graph forward", "graph both")
 

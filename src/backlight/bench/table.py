@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from backlight.bench.contender import BARE
+from backlight.bench.contenders.ours import OURS
 from backlight.bench.machine import machine_line
-from backlight.bench.ours import OURS
 from backlight.bench.regress import Change, spread
 from backlight.bench.results import TIMED
 from backlight.bench.suites import MEMORY, OVERHEAD

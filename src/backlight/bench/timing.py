@@ -74,7 +74,7 @@ def _host_samples(work: Work, effort: Effort) -> list[float]:
 
 
 def _cuda_samples(work: Work, effort: Effort) -> list[float]:
-    # what a first run builds (a library's plan, a compiled inference graph) must pass neither for a run nor for its estimate
+    # a first run may build things (a library's plan, a compiled inference graph): it is no sample and no estimate
     work()
     torch.cuda.synchronize()
     wall_ms = _wall_ms(work)

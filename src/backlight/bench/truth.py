@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from backlight.bench.memory import available_bytes
+from backlight.bench.room import available_bytes
 from backlight.call import Call
-from backlight.doctor.inputs import Problem
+from backlight.problems.axes import KEY_GRADIENTS, ROW_GRADIENTS, Sizes, cut, cut_call, tensors_of, with_tensors
+from backlight.problems.problem import Problem
 from backlight.reference import Trace
-from backlight.spec import Segment
+from backlight.spec import PER_HEAD, Segment
 
-ROWS = ("y", "lse", "dq", "dgate")
-KEYS = ("dk", "dv")
-PARAMETERS = {"dbias": "bias", "dsink": "sink", "dtau": "tau"}
+ROWS = ("y", "lse", *ROW_GRADIENTS)
+PARAMETERS = tuple(f"d{name}" for name in PER_HEAD)
 # float64 matrices of a piece that the oracle and the noise floor hold at once
 MATRICES = 16
 PIECE_BYTES = {"cuda": 16 << 30, "cpu": 1 << 30}
@@ -46,11 +46,11 @@ class Slice:
 
     def take(self, name: str, value: Tensor, group: int) -> Tensor:
         """This slice of a tensor: inputs by their name, gradients by theirs."""
-        query, key = slice(self.g * group, (self.g + 1) * group), slice(self.g, self.g + 1)
-        name = name.removeprefix("d") if name not in ("dy",) else name
-        if name in ("bias", "sink", "tau"):
-            return value[query]
-        return value[self.b0 : self.b1, key if name in ("k", "v") else query]
+        return cut(name, value, self.ranges(group))
+
+    def ranges(self, group: int) -> dict[str, slice]:
+        heads = slice(self.g * group, (self.g + 1) * group)
+        return {"batch": slice(self.b0, self.b1), "heads": heads, "kv_heads": slice(self.g, self.g + 1)}
 
 
 def sample(call: Call, seed: int = 0) -> tuple[Slice, ...]:
@@ -60,7 +60,7 @@ def sample(call: Call, seed: int = 0) -> tuple[Slice, ...]:
     """
     batch, heads = call.k.shape[:2]
     chance = random.Random(seed)
-    if any(term is not None for term in (call.bias, call.sink, call.tau)):
+    if any(getattr(call, name) is not None for name in PER_HEAD):
         wanted = [Slice(0, batch, g) for g in (heads - 1, 0, chance.randrange(heads))]
     else:
         spots = ((batch - 1, heads - 1), (0, 0), (chance.randrange(batch), chance.randrange(heads)))
@@ -72,9 +72,7 @@ def sample(call: Call, seed: int = 0) -> tuple[Slice, ...]:
 
 def narrowed(call: Call, part: Slice) -> Call:
     """The call of one slice."""
-    tensors = {name: getattr(call, name) for name in ("q", "k", "v", "bias", "sink", "tau", "gate")}
-    cut = {name: None if x is None else part.take(name, x, call.group).detach() for name, x in tensors.items()}
-    return replace(call, **cut, _segments=None)  # type: ignore[arg-type]
+    return with_tensors(call, {name: part.take(name, x, call.group).detach() for name, x in tensors_of(call).items()})
 
 
 def problem_of(call: Call, dy: Tensor) -> Problem:
@@ -116,32 +114,17 @@ def pieces(call: Call) -> Iterator[tuple[Call, Segment, slice, slice]]:
             left = None if spec.left is None else spec.left + after
             right = None if spec.right is None else spec.right - after
             rows, keys = slice(z.q0 + i0, z.q0 + i1), slice(z.k0 + first, z.k0 + end)
-            batch = slice(z.batch, z.batch + 1)
             shifted = (
                 spec
                 if after == 0 or step >= z.sq
                 else spec.replace(causal=False, window=(left, right), bias_origin=spec.bias_origin - after)
             )
-            yield (
-                replace(
-                    call,
-                    spec=shifted,
-                    q=call.q[batch, :, rows],
-                    k=call.k[batch, :, keys],
-                    v=call.v[batch, :, keys],
-                    gate=None if call.gate is None else call.gate[batch, :, rows],
-                    cu_seqlens_q=None,
-                    cu_seqlens_k=None,
-                    _segments=None,
-                ),
-                z,
-                rows,
-                keys,
-            )
+            ranges = {"batch": slice(z.batch, z.batch + 1), "rows": rows, "keys": keys}
+            yield cut_call(call, ranges, spec=shifted, cu_seqlens_q=None, cu_seqlens_k=None), z, rows, keys
 
 
 def rows_per_piece(z: Segment, call: Call) -> int:
-    """All rows when they fit or when the first rows see nothing (Sq > Sk); otherwise as many as the budget holds."""
+    """All rows where they fit, and where the first rows see nothing (Sq > Sk); otherwise as many as the budget holds."""
     kind = _kind(call)
     budget = min(PIECE_BYTES[kind], available_bytes(call.q.device) // 3)
     fitting = max(64, budget // (8 * MATRICES * max(1, z.sk)))
@@ -153,33 +136,22 @@ class _Assembly:
 
     def __init__(self, call: Call, squares: bool):
         self.squares = squares
-        (batch, hq, sq, d), (_, hkv, sk, dv) = call.q.shape, call.v.shape
-        shapes: dict[str, tuple[int, ...]] = {
-            "y": (batch, hq, sq, dv),
-            "lse": (batch, hq, sq),
-            "dq": (batch, hq, sq, d),
-            "dgate": (batch, hq, sq, dv),
-            "dk": (batch, hkv, sk, d),
-            "dv": (batch, hkv, sk, dv),
-            "dbias": (hq, 0 if call.bias is None else call.bias.shape[1]),
-            "dsink": (hq,),
-            "dtau": (hq,),
-        }
-        self.values = {name: call.q.new_zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+        sizes, names = Sizes.of(call), (*ROWS, *KEY_GRADIENTS, *PARAMETERS)
+        self.values = {name: call.q.new_zeros(sizes.shape(name), dtype=torch.float64) for name in names}
 
     def add(self, trace: Mapping[str, Tensor], batch: int, rows: slice, keys: slice) -> None:
         for name, out in self.values.items():
             value = trace[name].double()
             if name in ROWS:
                 out[batch, :, rows] = value[0]
-            elif name in KEYS:
+            elif name in KEY_GRADIENTS:
                 out[batch, :, keys] += value[0] ** 2 if self.squares else value[0]
             else:
                 out += value**2 if self.squares else value
 
     def trace(self) -> Trace:
         if self.squares:
-            for name in (*KEYS, *PARAMETERS):
+            for name in (*KEY_GRADIENTS, *PARAMETERS):
                 self.values[name].sqrt_()
         return Trace(self.values)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from backlight.call import Call
 from backlight.cases import DTYPE_NAMES, Case
+from backlight.problems.draw import borders, call_of, normal, terms_to_draw
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 PHASES = ("forward", "backward", "both")
@@ -39,7 +39,7 @@ class Workload:
 
     @property
     def batch(self) -> int:
-        return 1 if self.case.varlen else self.case.b
+        return self.case.sizes.batch
 
     @property
     def lengths(self) -> tuple[tuple[int, int], ...]:
@@ -52,15 +52,15 @@ class Workload:
     @property
     def sq(self) -> int:
         """Rows of one batch entry; all rows of a packed case."""
-        return sum(sq for sq, _ in self.lengths) if self.case.varlen else self.case.sq
+        return self.case.sizes.rows
 
     @property
     def sk(self) -> int:
-        return sum(sk for _, sk in self.lengths) if self.case.varlen else self.case.sk
+        return self.case.sizes.keys
 
     @property
     def dv(self) -> int:
-        return self.case.d if self.case.dv is None else self.case.dv
+        return self.case.sizes.values
 
     @property
     def pairs(self) -> int:
@@ -86,31 +86,12 @@ class Workload:
 
     def draw(self, device: torch.device, seed: int = 0) -> Tensors:
         """N(0, 1) tensors made on the device in the workload's dtype; learned terms per head stay fp32."""
-        case, b = self.case, self.batch
-        generator = torch.Generator(device).manual_seed(seed)
-
-        def normal(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=dtype, device=device)
-
-        parameter = torch.float64 if self.dtype == torch.float64 else torch.float32
-        tau = None
-        if case.tau is not None:
-            values = [case.tau[h % len(case.tau)] for h in range(case.hq)]
-            tau = torch.tensor(values, dtype=parameter, device=device)
-        cu_q = cumulative(case.lengths_q, device)
-        call = Call(
-            case.spec,
-            normal(b, case.hq, self.sq, case.d),
-            normal(b, case.hkv, self.sk, case.d),
-            normal(b, case.hkv, self.sk, self.dv),
-            None if case.bias is None else normal(case.hq, case.bias, dtype=parameter),
-            normal(case.hq, dtype=parameter) if case.sink else None,
-            tau,
-            normal(b, case.hq, self.sq, self.dv) if case.gate else None,
-            cu_q,
-            cu_q if case.lengths_k is None else cumulative(case.lengths_k, device),
-        )
-        return Tensors(self, call, normal(b, case.hq, self.sq, self.dv))
+        case, chosen = self.case, self.case.chosen(self.dtype, device)
+        names = ("q", "k", "v", *terms_to_draw(case.spec, chosen), "dy")
+        drawn = normal(case.sizes, names, dtype=self.dtype, seed=seed, device=device) | chosen
+        cu_q = None if case.lengths_q is None else borders(case.lengths_q, device)
+        cu_k = cu_q if case.lengths_k is None else borders(case.lengths_k, device)
+        return Tensors(self, call_of(case.spec, drawn, cu_q, cu_k), drawn["dy"])
 
     def to_json(self) -> dict[str, Any]:
         """The workload as plain data: only the fields of the case that differ from their defaults."""
@@ -128,7 +109,3 @@ class Workload:
 
 
 SHAPE = ("name", "b", "hq", "hkv", "sq", "sk", "d", "causal")
-
-
-def cumulative(lengths: tuple[int, ...] | None, device: torch.device) -> Tensor | None:
-    return None if lengths is None else torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)

@@ -14,11 +14,11 @@ from rich.table import Table
 
 import backlight
 from backlight.doctor import Subject, diagnose
-from backlight.doctor.catalogue import STORIES as DEFECT_OF
-from backlight.doctor.keep import keep_report
-from backlight.doctor.names import named
+from backlight.doctor.command.keep import keep_report
+from backlight.doctor.defects.catalogue import STORIES as DEFECT_OF
+from backlight.doctor.defects.stories import STORIES
 from backlight.doctor.report.model import Report
-from backlight.doctor.stories import STORIES
+from backlight.doctor.subject.names import named
 from backlight.spec import AttentionSpec
 
 SHAPE = (2, 4, 136, 64)

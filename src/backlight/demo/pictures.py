@@ -6,12 +6,11 @@ import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
-if TYPE_CHECKING:
-    from backlight.demo.train import History
+from backlight.demo.history import History
 
 BARS = "▁▂▃▄▅▆▇█"
 COLOURS = {"softmax": "#57606a", "lazy": "#b3321b"}

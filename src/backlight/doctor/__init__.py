@@ -11,22 +11,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from backlight.doctor.audit import AuditResult, audit_rule
-    from backlight.doctor.examination import diagnose, run_once
-    from backlight.doctor.health import Unhealthy, assert_healthy
+    from backlight.doctor.defects.audit import AuditResult, audit_rule
     from backlight.doctor.report.model import Report
-    from backlight.doctor.subject import Subject
+    from backlight.doctor.steps.examination import diagnose, run_once
+    from backlight.doctor.steps.health import Unhealthy, assert_healthy
+    from backlight.doctor.subject.subject import Subject
 
 # imported when asked for: pytest loads the plugin beside this file in every run, and most runs examine nothing
 HOMES = {
-    "AuditResult": "audit",
+    "AuditResult": "defects.audit",
     "Report": "report.model",
-    "Subject": "subject",
-    "Unhealthy": "health",
-    "assert_healthy": "health",
-    "audit_rule": "audit",
-    "diagnose": "examination",
-    "run_once": "examination",
+    "Subject": "subject.subject",
+    "Unhealthy": "steps.health",
+    "assert_healthy": "steps.health",
+    "audit_rule": "defects.audit",
+    "diagnose": "steps.examination",
+    "run_once": "steps.examination",
 }
 
 __all__ = ["AuditResult", "Report", "Subject", "Unhealthy", "assert_healthy", "audit_rule", "diagnose", "run_once"]

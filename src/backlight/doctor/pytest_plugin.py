@@ -120,7 +120,7 @@ def pytest_runtest_makereport(
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Reports that could not be written, again where nobody overlooks them. They travel as sections, so also from xdist."""
+    """Repeats in the summary which reports could not be written. They travel as sections, so xdist's workers pass them on."""
     for report in terminalreporter.stats.get("failed", ()):
         for title, text in getattr(report, "sections", ()):
             for line in text.splitlines() if title == SECTION else ():
@@ -147,7 +147,7 @@ def _keep(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[str, None
 
 
 def _written(item: pytest.Item, report: Report, number: int, count: int, examination: Examination | None) -> str:
-    from backlight.doctor.keep import keep_report
+    from backlight.doctor.command.keep import keep_report
 
     folder, lacking = _folder(item, number, count), ""
     try:
@@ -168,9 +168,10 @@ def _prepare_repro(examination: Examination, folder: Path) -> None:
     """Save the tensors that were handed in, and write a script when the kernel can be named from outside."""
     from torch import Tensor
 
-    from backlight.doctor import diagnose, keep
-    from backlight.doctor.capture import save_capture
-    from backlight.doctor.case import Case
+    from backlight.doctor import diagnose
+    from backlight.doctor.command import keep
+    from backlight.doctor.subject.capture import save_capture
+    from backlight.doctor.subject.case import Case
 
     given = {name: value for name, value in examination.settings.items() if isinstance(value, Tensor)}
     plain = {name: value for name, value in examination.settings.items() if name not in given}

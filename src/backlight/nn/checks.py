@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,15 @@ from torch import Tensor, nn
 from backlight import api
 from backlight.arguments import FLOATS, INTEGERS, check_borders, check_device, check_dtype, check_tensor, shown
 from backlight.nn.cache import KVCache
+from backlight.spec import AttentionSpec
 
-if TYPE_CHECKING:
-    from backlight.nn.attention import Attention
+
+class Layer(Protocol):
+    """What the checks read of a layer."""
+
+    dim: int
+    qkv: nn.Linear
+    spec: AttentionSpec
 
 
 def check_factory(backend: Any, device: Any, dtype: Any) -> None:
@@ -28,7 +34,7 @@ def check_factory(backend: Any, device: Any, dtype: Any) -> None:
         raise ValueError(f"device must be a torch.device, its name or None, got {shown(device)}") from error
 
 
-def check_input(layer: Attention, x: Any, cu_seqlens: Any) -> None:
+def check_input(layer: Layer, x: Any, cu_seqlens: Any) -> None:
     """x [B, S, dim], or packed [T, dim] with its borders, such as the projection takes."""
     check_tensor("x", x)
     wanted = 3 if cu_seqlens is None else 2
@@ -60,7 +66,7 @@ def check_positions(positions: Any, x: Tensor) -> None:
     check_device("positions", positions, "x", x.device)
 
 
-def check_cache(layer: Attention, cache: Any, cu_seqlens: Tensor | None) -> None:
+def check_cache(layer: Layer, cache: Any, cu_seqlens: Tensor | None) -> None:
     if cache is None:
         return
     if not isinstance(cache, KVCache):

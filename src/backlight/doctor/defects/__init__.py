@@ -1,1 +1,1 @@
-"""The defects, grouped by what they get wrong. `doctor.catalogue` joins the groups."""
+"""The defects, grouped by what they get wrong. `catalogue` joins the groups."""

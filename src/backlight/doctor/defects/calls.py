@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from backlight.call import Call
-from backlight.doctor.defects.defect import Defect, always, causal, has, lengths_differ, windowed
-from backlight.doctor.defects.masks import CAUSAL, WINDOW, window_edges, without_causal
+from backlight.doctor.defects.defect import CAUSAL, Defect, always, causal, has, lengths_differ, windowed
+from backlight.doctor.defects.masks import without_causal
+from backlight.doctor.defects.mutants import Mutant, Outputs, other_spec, top_left, with_call
 from backlight.doctor.defects.terms import no_bias
-from backlight.doctor.mutants import Mutant, Outputs, other_spec, top_left, with_call
+from backlight.doctor.defects.windows import WINDOW, window_edges
 
 
 def _scales(call: Call) -> list[Mutant]:
@@ -19,12 +20,27 @@ def _scales(call: Call) -> list[Mutant]:
     return [Mutant(sees=other_spec(scale=s), detail=word) for word, s in choices.items() if abs(s - scale) > 1e-6 * scale]
 
 
-def _swapped_qk(outputs: Outputs, call: Call) -> Outputs:
-    return outputs | {"dq": outputs["dk"], "dk": outputs["dq"]} if "dq" in outputs else outputs
+def _swap(a: str, b: str) -> Defect:
+    """Two of q, k and v passed in each other's place."""
 
+    def finish(outputs: Outputs, call: Call) -> Outputs:
+        return outputs | {f"d{a}": outputs[f"d{b}"], f"d{b}": outputs[f"d{a}"]} if f"d{a}" in outputs else outputs
 
-def _swapped_kv(outputs: Outputs, call: Call) -> Outputs:
-    return outputs | {"dk": outputs["dv"], "dv": outputs["dk"]} if "dk" in outputs else outputs
+    swapped = with_call(**{a: lambda call: getattr(call, b), b: lambda call: getattr(call, a)})
+    return Defect(
+        f"call-swap-{a}{b}",
+        f"{a} and {b} change places in the call",
+        "arguments are passed by position in another order",
+        "test",
+        "s",
+        f"o is wrong; d{a} and d{b} change places",
+        "mutant of the call",
+        "Pass q, k, v by keyword: the comparison must turn healthy.",
+        needs=lambda call: getattr(call, a).shape == getattr(call, b).shape,
+        variants=always(Mutant(sees=swapped, finish=finish)),
+        severity="test-fault",
+        demo=CAUSAL,
+    )
 
 
 def _transposed(call: Call) -> list[Mutant]:
@@ -113,34 +129,8 @@ DEFECTS = [
         variants=_scales,
         severity="test-fault",
     ),
-    Defect(
-        "call-swap-qk",
-        "q and k change places in the call",
-        "arguments are passed by position in another order",
-        "test",
-        "s",
-        "o is wrong; dq and dk change places",
-        "mutant of the call",
-        "Pass q, k, v by keyword: the comparison must turn healthy.",
-        needs=lambda call: call.q.shape == call.k.shape,
-        variants=always(Mutant(sees=with_call(q=lambda c: c.k, k=lambda c: c.q), finish=_swapped_qk)),
-        severity="test-fault",
-        demo=CAUSAL,
-    ),
-    Defect(
-        "call-swap-kv",
-        "k and v change places in the call",
-        "arguments are passed by position in another order",
-        "test",
-        "s",
-        "o is wrong; dk and dv change places",
-        "mutant of the call",
-        "Pass q, k, v by keyword: the comparison must turn healthy.",
-        needs=lambda call: call.k.shape == call.v.shape,
-        variants=always(Mutant(sees=with_call(k=lambda c: c.v, v=lambda c: c.k), finish=_swapped_kv)),
-        severity="test-fault",
-        demo=CAUSAL,
-    ),
+    _swap("q", "k"),
+    _swap("k", "v"),
     Defect(
         "call-layout",
         "heads and positions change places: what runs reads [B, S, H, D] where [B, H, S, D] was promised",

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from backlight.call import Call
-from backlight.doctor.mutants import Mutant
+from backlight.doctor.defects.mutants import Mutant
 
 Variants = Callable[[Call], Iterable[Mutant]]
+# what most demos ask for
+CAUSAL = {"spec": {"causal": True}}
 
 
 def _always(call: Call) -> bool:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from backlight.call import Call
-from backlight.doctor.defects.defect import Defect, always, grouped, several_batches, several_heads
-from backlight.doctor.defects.masks import CAUSAL, TILES
-from backlight.doctor.mutants import Mutant, Outputs, with_call
+from backlight.doctor.defects.defect import CAUSAL, Defect, always, grouped, several_batches, several_heads
+from backlight.doctor.defects.mutants import Mutant, Outputs, with_call
+from backlight.doctor.defects.tails import TILES
 
 GROUPED = {"spec": {"causal": True}, "kv_heads": 2}
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from backlight.call import Call
-from backlight.doctor.defects.defect import Defect, always, both, capped, has
-from backlight.doctor.defects.masks import CAUSAL
-from backlight.doctor.mutants import Mutant, Outputs, flash_delta, other_spec
+from backlight.doctor.defects.defect import CAUSAL, Defect, always, both, capped, has
+from backlight.doctor.defects.mutants import Mutant, Outputs, flash_delta, other_spec
 from backlight.spec import LN2, LOG2E
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor
 
 from backlight.call import Call
-from backlight.doctor.constants import is_repetition, times
+from backlight.doctor.defects.constants import is_repetition, times
 from backlight.doctor.defects.defect import Defect, always, both, square, ungrouped
-from backlight.doctor.mutants import Mutant, Outputs, after
+from backlight.doctor.defects.mutants import Mutant, Outputs, after
 from backlight.spec import LN2, LOG2E
 
 GAIN_NEXT = "Multiply the tensor by the inverse of the constant: the whole comparison must turn healthy."

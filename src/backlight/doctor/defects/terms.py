@@ -9,8 +9,8 @@ from torch import Tensor
 
 from backlight.call import Call
 from backlight.doctor.defects.defect import Defect, always, both, has, masked, negative_tau, positive_tau, several_batches
+from backlight.doctor.defects.mutants import Mutant, Outputs, after, flash_delta, flash_dtau, with_call
 from backlight.doctor.defects.scale import one_constant, scaled
-from backlight.doctor.mutants import Mutant, Outputs, after, flash_delta, flash_dtau, with_call
 from backlight.reference import STAGES
 
 

@@ -15,9 +15,10 @@ from backlight.doctor.report import words
 from backlight.doctor.report.model import STAGE_ORDER, Report, StageRow
 from backlight.doctor.report.svg import drawing, join, label, tag
 from backlight.reference.trace import BACKWARD, STAGES, Stage
+from backlight.spec import GRADIENTS, TERM_NAMES
 
 INPUTS = {"q": "q", "k": "k", "v": "v", "dy": "dO"}
-TERMS = {"dbias": "bias", "dtau": "tau", "dsink": "sink", "dgate": "gate"}
+TERMS = {f"d{name}": name for name in TERM_NAMES}
 RECOMPUTED = {"p": "p (bwd)"}
 BOXES = (*STAGE_ORDER[:4], *RECOMPUTED.values(), *STAGE_ORDER[4:])
 
@@ -36,7 +37,8 @@ COLUMNS = {
     "delta": (4, 2.8),
     "ds": (5, 1.9),
 }
-LAST_COLUMN = ("dgate", "dq", "dk", "dbias", "dsink", "dtau", "dv")
+# from top to bottom, so that few edges cross; a gradient that is not named here comes last
+LAST_COLUMN = tuple(dict.fromkeys(("dgate", "dq", "dk", "dbias", "dsink", "dtau", "dv", *GRADIENTS)))
 LANES, CLOSEST = 3.6, 0.85
 WIDE, TALL, STEP_X, STEP_Y = 104.0, 42.0, 148.0, 66.0
 

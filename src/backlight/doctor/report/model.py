@@ -11,9 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args
 
+from backlight.spec import GRADIENTS
+
 SCHEMA = 1
 
-STAGE_ORDER = ("s", "p", "lse", "o", "delta", "dp", "ds", "dq", "dk", "dv", "dbias", "dtau", "dsink", "dgate")
+# gradients of terms stand behind those of q, k and v; one that is not named here comes last
+TERMS_SHOWN = ("dbias", "dtau", "dsink", "dgate")
+STAGE_ORDER = ("s", "p", "lse", "o", "delta", "dp", "ds", *dict.fromkeys(("dq", "dk", "dv", *TERMS_SHOWN, *GRADIENTS)))
 
 Status = Literal["ok", "suspect", "culprit", "inherited", "precision", "unseen"]
 Severity = Literal["defect", "precision", "note", "test-fault"]
@@ -61,7 +65,7 @@ class StageRow:
     note: str = ""
 
     def settle_local_error(self) -> None:
-        """Forget a local error that is not the row's own: an inherited one was measured against values nobody could see."""
+        """Forget the local error of an inherited row unless it is well below the global one: what feeds it was not seen."""
         known = self.local_error is not None and self.global_error is not None
         if self.status == "inherited" and known and not self.local_error < self.global_error / 2:  # type: ignore[operator]
             self.local_error = None

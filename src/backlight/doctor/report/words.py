@@ -49,7 +49,7 @@ def gain(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """An explained share: 0.99999 -> 99.99 %; rounding noise is never explained, so 100 is never shown."""
+    """An explained share: 0.99999 -> 99.99 %. Nothing explains rounding noise, so 100 is never shown."""
     if share is None:
         return "-"
     return f"{min(math.floor(share * 1e4) / 100, 99.99):.2f} %"

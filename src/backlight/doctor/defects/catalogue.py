@@ -1,0 +1,67 @@
+"""The defect catalogue: every way to be wrong that the doctor knows by name.
+
+Entries are data (`doctor.defects.*`), each with the sentence shown, the first signal, what confirms it, one check that would
+prove it false, and a mutant of the oracle or a maker of a broken kernel (`defects.broken`). To add one, append a `Defect` to
+the group it belongs to; the demo, the mutation test and the docs pick it up from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from backlight.doctor.defects import calls, heads, masks, packed, rows, scale, tails, terms, windows
+from backlight.doctor.defects.defect import Defect
+from backlight.spec import AttentionSpec
+
+# earlier groups win ties: the plainest explanation first
+DEFECTS: tuple[Defect, ...] = (
+    *scale.DEFECTS,
+    *calls.DEFECTS,
+    *masks.DEFECTS,
+    *windows.DEFECTS,
+    *tails.DEFECTS,
+    *packed.DEFECTS,
+    *heads.DEFECTS,
+    *rows.DEFECTS,
+    *terms.DEFECTS,
+)
+BY_ID: dict[str, Defect] = {defect.id: defect for defect in DEFECTS}
+STORIES = {"case-a": "call-causal-lost", "case-b": "accumulate-repeated", "case-c": "do-stride", "case-d": "nan-cell"}
+DEMO_SHAPE = (2, 4, 136, 64)
+
+
+def get(name: str) -> Defect:
+    """A defect by id or by the name of its story (case-a .. case-d)."""
+    try:
+        return BY_ID[STORIES.get(name, name)]
+    except KeyError:
+        raise KeyError(f"no defect named {name!r}; `backlight doctor --list` shows all {len(DEFECTS)}") from None
+
+
+def names() -> tuple[str, ...]:
+    return tuple(BY_ID)
+
+
+def families() -> dict[str, list[Defect]]:
+    found: dict[str, list[Defect]] = {}
+    for defect in DEFECTS:
+        found.setdefault(defect.family, []).append(defect)
+    return found
+
+
+def mutable() -> Iterator[Defect]:
+    """Defects that a mutant oracle can reproduce."""
+    return (defect for defect in DEFECTS if defect.variants is not None)
+
+
+def demo_arguments(name: str) -> dict[str, Any]:
+    """Keyword arguments of `diagnose` that show the defect: spec, shape, level and what else it needs."""
+    demo = dict(get(name).demo)
+    spec = AttentionSpec(**demo.pop("spec", {}))
+    arguments: dict[str, Any] = {"spec": spec, "shape": DEMO_SHAPE, "dtype": torch.bfloat16} | demo
+    if "cu_seqlens" in arguments:
+        arguments["cu_seqlens"] = torch.tensor(arguments["cu_seqlens"], dtype=torch.int32)
+    return arguments

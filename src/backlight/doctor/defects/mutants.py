@@ -1,0 +1,248 @@
+"""Mutant oracles: the float64 oracle in flash form, with one thing changed.
+
+A real kernel's backward does not see the forward's weights: it recomputes scores from q and k, weights from the saved lse, and
+delta from the saved output. So a mutant has two halves, each an `Oracle` over stages of `reference.trace`, and a defect is a
+change of a stage, of what a half sees, of the head map, or of the finished outputs. `run` evaluates it in float64 (to explain
+data) or in fp32 with operands rounded to the storage dtype (to be a broken kernel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backlight.call import Call
+from backlight.problems.axes import cut_call
+from backlight.reference import STAGES, Oracle, Stage, Trace
+from backlight.reference.oracle import KEY_VECTORS
+from backlight.spec import GRADIENTS, TENSORS, AttentionSpec, Segment
+
+Stages = Mapping[str, Callable[..., Tensor]]
+Outputs = dict[str, Tensor]
+SAVED_ROWS = ("lse", "y", "o", "u")
+RECOMPUTED = ("x", "capped", "s", "p", "p_sink", "m", "a")
+GRADIENT_STAGES = ("do", "dgate", "dp", "dv", "delta", "ds", "dbias", "dsink", "dtau", "dx", "dq", "dk")
+# matmul operands that a kernel rounds to its storage dtype
+OPERANDS = ("a", "dx", "y", "do", *(f"d{each.name}" for each in TENSORS if each.like_q))
+
+
+def flash_delta(dy, y, do, u, tau, dlse):
+    """delta from saved tensors (eq. 27, 28), less dlse."""
+    delta = (dy * y).sum(dim=-1)
+    if tau is not None:
+        delta = delta - tau * (do * u).sum(dim=-1)
+    return delta if dlse is None else delta - dlse
+
+
+def flash_dgate(dy, y, gate):
+    return torch.zeros_like(dy) if gate is None else dy * y * (1 - torch.sigmoid(gate))
+
+
+def flash_dtau(do, u, tau):
+    return do.new_zeros(()) if tau is None else (do * u).sum()
+
+
+FORWARD_HALF = {name: STAGES[name] for name in ("x", "capped", "s", "lse", "p", "p_sink", "m", "a", "o", "u", "y")}
+BACKWARD_HALF = {name: STAGES[name] for name in (*RECOMPUTED, *GRADIENT_STAGES)} | {
+    "delta": Stage.of(flash_delta, "delta"),
+    "dgate": Stage.of(flash_dgate, "dgate"),
+    "dtau": Stage.of(flash_dtau, "dtau"),
+}
+
+
+@dataclass(frozen=True)
+class Half(Oracle):
+    """One direction; `saved` joins the inputs of each head, `combine` is how a group's dk and dv are joined.
+
+    `only` restricts the work to some (batch, KV head) pairs; the rest of every output stays blank.
+    """
+
+    saved: Mapping[str, Tensor] = field(default_factory=dict)
+    combine: str = "sum"
+    only: frozenset[tuple[int, int]] | None = None
+
+    def _heads(
+        self, call: Call, dy: Tensor | None, dlse: Tensor | None
+    ) -> Iterator[tuple[int, int, Segment, dict[str, object]]]:
+        heads = super()._heads(call, dy, dlse) if self.only is None or call.varlen else self._single_heads(call, dy, dlse)
+        for b, h, segment, inputs in heads:
+            if not self._wanted(b, h, call):
+                continue
+            rows = slice(segment.q0, segment.q1)
+            saved = {name: x[b, h, rows].to(self.dtype) for name, x in self.saved.items()}
+            yield b, h, segment, {**inputs, **saved, "h": h, "b": b}
+
+    def _wanted(self, b: int, h: int, call: Call) -> bool:
+        return self.only is None or bool({(b, self.kv_head(h, call.group)), (b, h // call.group)} & self.only)
+
+    def _single_heads(
+        self, call: Call, dy: Tensor | None, dlse: Tensor | None
+    ) -> Iterator[tuple[int, int, Segment, dict[str, object]]]:
+        """The wanted heads alone, cut out before they are cast: casts are most of the work of trying many mutants."""
+        for b, h in product(range(call.q.shape[0]), range(call.q.shape[1])):
+            if not self._wanted(b, h, call):
+                continue
+            g = self.kv_head(h, call.group)
+            head = cut_call(call, {"batch": slice(b, b + 1), "heads": slice(h, h + 1), "kv_heads": slice(g, g + 1)})
+            incoming = (None if x is None else x[b : b + 1, h : h + 1] for x in (dy, dlse))
+            for _, _, segment, inputs in Oracle(self.stages, self.dtype)._heads(head, *incoming):
+                yield b, h, replace(segment, batch=b), inputs
+
+    def _place(self, out: Tensor, name: str, value: Tensor, b: int, h: int, segment: Segment, call: Call) -> None:
+        if name in KEY_VECTORS and self.combine != "sum":
+            g, keys = self.kv_head(h, call.group), slice(segment.k0, segment.k1)
+            first, last = h % call.group == 0, h % call.group == call.group - 1
+            if (self.combine == "last" and last) or (self.combine == "first" and first):
+                out[b, g, keys] = value
+            elif self.combine == "mean":
+                out[b, g, keys] += value / call.group
+            return
+        super()._place(out, name, value, b, h, segment, call)
+
+
+def _same_call(call: Call) -> Call:
+    return call
+
+
+def _same_gradient(dy: Tensor, call: Call) -> Tensor:
+    return dy
+
+
+def _same_outputs(outputs: Outputs, call: Call) -> Outputs:
+    return outputs
+
+
+def head_of_group(h: int, group: int) -> int:
+    return h // group
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """What differs from the truth. Unset fields change nothing.
+
+    forward, backward:       stages replaced in that half (parameter names are the graph).
+    sees, sees_backward:     the call as both halves see it, or as the backward alone does.
+    gradient, saved:         dO and the saved rows (lse, y, o, u) as the backward reads them.
+    kv_forward, kv_backward: which key/value head a query head reads; combine: how a group's dk and dv are joined.
+    finish:                  the last change of the outputs (y, lse, dq, ...). detail: words for the sentence shown.
+    """
+
+    forward: Stages = field(default_factory=dict)
+    backward: Stages = field(default_factory=dict)
+    sees: Callable[[Call], Call] = _same_call
+    sees_backward: Callable[[Call], Call] = _same_call
+    gradient: Callable[[Tensor, Call], Tensor] = _same_gradient
+    saved: Callable[[Outputs, Call], Outputs] = _same_outputs
+    kv_forward: Callable[[int, int], int] = head_of_group
+    kv_backward: Callable[[int, int], int] = head_of_group
+    combine: str = "sum"
+    finish: Callable[[Outputs, Call], Outputs] = _same_outputs
+    detail: str = ""
+
+    @property
+    def forward_changed(self) -> bool:
+        return bool(self.forward) or self.sees is not _same_call or self.kv_forward is not head_of_group
+
+
+KEPT = ("y", "lse", *GRADIENTS)
+
+
+def run(
+    mutant: Mutant,
+    call: Call,
+    dy: Tensor | None = None,
+    dlse: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
+    storage: torch.dtype | None = None,
+    truth: Trace | None = None,
+    keep: tuple[str, ...] = KEPT,
+    only: frozenset[tuple[int, int]] | None = None,
+) -> Outputs:
+    """Outputs and gradients of the mutant. `truth` lets an unchanged forward be reused; `storage` rounds operands to it."""
+
+    def rounding(name: str, value: Tensor) -> Tensor:
+        return value if storage is None or name not in OPERANDS else value.to(storage).to(dtype)
+
+    seen = mutant.sees(call)
+    if seen.q.shape != call.q.shape:
+        only, dlse = None, None if dlse is None else relayout(dlse, seen)
+    if truth is not None and not mutant.forward_changed:
+        forward: Mapping[str, Tensor] = {name: truth[name] for name in SAVED_ROWS}
+    else:
+        stages = FORWARD_HALF | {name: Stage.of(f, name) for name, f in mutant.forward.items()}
+        keep_forward = (*SAVED_ROWS, *(name for name in keep if name in FORWARD_HALF))
+        forward = Half(stages, dtype, rounding, mutant.kv_forward, only=only)(seen, keep=keep_forward)
+    outputs: Outputs = {name: forward[name] for name in forward if name in keep or name in SAVED_ROWS}
+    if dy is not None:
+        saved = mutant.saved({name: forward[name] for name in SAVED_ROWS}, seen)
+        stages = BACKWARD_HALF | {name: Stage.of(f, name) for name, f in mutant.backward.items()}
+        half = Half(stages, dtype, rounding, mutant.kv_backward, saved, mutant.combine, only)
+        backward_call = mutant.sees_backward(seen)
+        gradient = mutant.gradient(dy if seen.q.shape == call.q.shape else relayout(dy, seen), backward_call)
+        unknown = [name for name in call.gradients if name not in GRADIENT_STAGES]
+        if unknown:
+            raise NotImplementedError(f"no mutant of the oracle computes {unknown[0]}")
+        names = [name for name in keep if name in GRADIENT_STAGES]
+        outputs |= dict(half(backward_call, gradient, dlse, names).items())
+    return mutant.finish(outputs, call)
+
+
+def relayout(dy: Tensor, seen: Call) -> Tensor:
+    """dO for a call whose heads and positions changed places."""
+    return dy.transpose(1, 2) if dy.transpose(1, 2).shape[:3] == seen.q.shape[:3] else dy
+
+
+# --- small changes, in words -----------------------------------------------------------------------------------------------
+
+
+def other_spec(**changes: object) -> Callable[[Call], Call]:
+    """The call with another spec."""
+
+    def sees(call: Call) -> Call:
+        return replace(call, spec=call.spec.replace(**changes))
+
+    return sees
+
+
+def with_call(**changes: Callable[[Call], Any]) -> Callable[[Call], Call]:
+    """The call with some tensors replaced."""
+
+    def sees(call: Call) -> Call:
+        changed: dict[str, Any] = {name: change(call) for name, change in changes.items()}
+        return replace(call, **changed, _segments=None)
+
+    return sees
+
+
+def after(**changes: Callable[[Outputs, Call], Tensor]) -> Callable[[Outputs, Call], Outputs]:
+    """Outputs with some of them replaced."""
+
+    def finish(outputs: Outputs, call: Call) -> Outputs:
+        return outputs | {name: change(outputs, call) for name, change in changes.items() if name in outputs}
+
+    return finish
+
+
+def top_left(spec: AttentionSpec) -> Callable[..., Tensor]:
+    """Stage s with rows aligned to the first key instead of the last."""
+
+    def s(capped, bias, column, visible):
+        sq, sk = capped.shape
+        size = max(sq, sk)
+        square = spec.allowed(size, size, capped.device)[:sq, :sk]
+        return STAGES["s"].compute(capped, bias, column + (sq - sk), square)
+
+    return s
+
+
+def zeroed(x: Tensor, rows: slice) -> Tensor:
+    """[.., S, C] with some positions set to 0."""
+    x = x.clone()
+    x[..., rows, :] = 0
+    return x

@@ -1,0 +1,129 @@
+"""Windows that are off, and masks aligned to the other end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from backlight.call import Call
+from backlight.doctor.defects.defect import CAUSAL, Defect, lengths_differ, windowed
+from backlight.doctor.defects.mutants import Mutant, other_spec, top_left
+
+WINDOW = {"spec": {"causal": True, "window": (40, 0)}}
+
+
+def reach(call: Call, step: int) -> Callable[[Call], Call] | None:
+    """The window with its left side moved by `step`."""
+    left = call.spec.left
+    return None if left is None or left + step < 0 else other_spec(window=(left + step, call.spec.window[1]))
+
+
+def reach_right(call: Call, step: int) -> Callable[[Call], Call] | None:
+    right = call.spec.window[1]
+    if right is None or call.spec.causal or right + step < 0:
+        return None
+    return other_spec(window=(call.spec.left, right + step))
+
+
+def back(call: Call) -> Callable[[Call], Call]:
+    """The original spec again: for changes that only the forward sees."""
+    return other_spec(causal=call.spec.causal, window=call.spec.window)
+
+
+def window_edges(steps: tuple[int, ...], place: str) -> Callable[[Call], list[Mutant]]:
+    """Windows off by a step: place is 'backward', 'forward' or 'both'."""
+
+    def variants(call: Call) -> list[Mutant]:
+        found = []
+        for step in steps:
+            for side, change in (("left", reach(call, step)), ("right", reach_right(call, step))):
+                if change is None:
+                    continue
+                count = "one key" if abs(step) == 1 else f"{abs(step)} keys"
+                detail = f"{count} too {'wide' if step > 0 else 'narrow'} on the {side}"
+                if place == "backward":
+                    found.append(Mutant(sees_backward=change, detail=detail))
+                elif place == "forward":
+                    found.append(Mutant(sees=change, sees_backward=back(call), detail=detail))
+                else:
+                    found.append(Mutant(sees=change, detail=detail))
+        return found
+
+    return variants
+
+
+def _edge(name: str, where: str, wide: bool, title: str, signal: str) -> Defect:
+    """A window whose edge is off by one or two keys in one direction of the kernel."""
+    return Defect(
+        name,
+        title,
+        f"the window's edge is off in the {where}'s mask or loop bound",
+        "windows",
+        "p (bwd)" if where == "backward" else "p",
+        signal,
+        "mutant",
+        f"Widen the window by one: the {'leak' if wide else 'holes'} must move by one diagonal.",
+        needs=lambda call: call.spec.window != (None, None),
+        variants=window_edges((1, 2) if wide else (-1, -2), where),
+        demo=WINDOW,
+    )
+
+
+BACKWARD_OFF = "the backward's window is {detail}"
+FORWARD_OFF = "the forward's window is {detail}, the backward's is right"
+
+DEFECTS = [
+    _edge(
+        "window+1",
+        "backward",
+        True,
+        BACKWARD_OFF,
+        "I2 and I3 fail; a leak on one diagonal that moves with the window, not with the tile",
+    ),
+    _edge(
+        "window-1",
+        "backward",
+        False,
+        BACKWARD_OFF,
+        "I2 and I3 fail; holes on one diagonal that move with the window, not with the tile",
+    ),
+    _edge(
+        "window-forward+1",
+        "forward",
+        True,
+        FORWARD_OFF,
+        "o is wrong; forward weights leak on one diagonal, backward weights do not",
+    ),
+    _edge(
+        "window-forward-1",
+        "forward",
+        False,
+        FORWARD_OFF,
+        "o is wrong; forward weights have holes on one diagonal, backward weights do not",
+    ),
+    Defect(
+        "window-missing-backward",
+        "the backward ignores the window: gradients flow through keys the forward could not see",
+        "the window is applied in the forward only",
+        "windows",
+        "p (bwd)",
+        "I2 and I3 fail",
+        "mutant",
+        "Make the window longer than the sequence: the comparison must turn healthy.",
+        needs=windowed,
+        variants=lambda call: [Mutant(sees_backward=other_spec(window=(None, call.spec.window[1])))],
+        demo=WINDOW,
+    ),
+    Defect(
+        "align-backward",
+        "the backward aligns the mask to the first key, the forward to the last",
+        "the offset Sk - Sq is missing in the backward's mask",
+        "alignment",
+        "p (bwd)",
+        "I2 fails, and only when Sq and Sk differ",
+        "mutant",
+        "Run with Sq = Sk: the comparison must turn healthy.",
+        needs=lengths_differ,
+        variants=lambda call: [Mutant(backward={"s": top_left(call.spec)})],
+        demo=CAUSAL | {"sk": 180},
+    ),
+]

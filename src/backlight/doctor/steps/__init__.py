@@ -1,0 +1,1 @@
+"""The steps of an examination: settle conventions, compare, probe, look inside, explain, judge."""

@@ -1,0 +1,57 @@
+"""What a report says about the machine, the subject's surroundings and the oracle's own health."""
+
+from __future__ import annotations
+
+import platform
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from backlight.call import Call
+from backlight.doctor.steps.invariants import identities
+from backlight.peers.eager import attention
+from backlight.problems import inputs
+from backlight.problems.axes import tensors_of
+from backlight.reference import oracle
+from backlight.spec import TERM_NAMES, AttentionSpec
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Versions, device and the switches that change results."""
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})",
+        "threads": str(torch.get_num_threads()),
+        "tf32": str(torch.backends.cuda.matmul.allow_tf32),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+    }
+    try:
+        found["triton"] = version("triton")
+    except PackageNotFoundError:
+        found["triton"] = "absent"
+    return found
+
+
+@lru_cache(maxsize=1)
+def self_check() -> dict[str, Any]:
+    """The oracle against autograd on a small problem with every term, and the identities on the oracle; cached per process."""
+    spec = AttentionSpec(causal=True, window=(7, 0), softcap=3.0, **dict.fromkeys(TERM_NAMES, True))
+    problem = inputs.make(spec, (1, 2, 9, 4), kv_heads=1, sk=11, dtype=torch.float64, seed=3)
+    difference = _autograd_difference(problem.call, problem.dy)
+    plain = inputs.make(AttentionSpec(causal=True), (1, 2, 16, 8), dtype=torch.float32, seed=3)
+    values = {"o": plain.truth.y.float()} | {n: plain.truth[n].float() for n in ("dq", "dk", "dv")}
+    worst = max(i.ratio for i in identities(plain, values))
+    return {"oracle_vs_autograd": difference, "identities": worst, "passed": difference <= 1e-10 and worst <= 2.0}
+
+
+def _autograd_difference(call: Call, dy: torch.Tensor) -> float:
+    """Largest relative distance between the hand-written backward and autograd through plain PyTorch."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors_of(call).items()}
+    y = attention(call)(**leaves)
+    found = torch.autograd.grad(y, list(leaves.values()), dy)
+    trace = oracle(call, dy)
+    pairs = [(y.detach(), trace.y), *((g, trace[f"d{n}"]) for n, g in zip(leaves, found, strict=True))]
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs)

@@ -1,0 +1,327 @@
+"""The doctor's main entry: run the steps in order and write the report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backlight.doctor.defects.catalogue import BY_ID
+from backlight.doctor.report.model import Finding, Probe, Report, Where
+from backlight.doctor.report.words import counted
+from backlight.doctor.steps import convention, deep, probes, usable, verdict
+from backlight.doctor.steps.compare import TRUTH_OF, Comparison, compare, judged
+from backlight.doctor.steps.environment import self_check
+from backlight.doctor.steps.explain import Explanation, explain
+from backlight.doctor.steps.invariants import Identity, identities
+from backlight.doctor.steps.localise import ROW_TENSORS, local_values, only_in_empty_rows
+from backlight.doctor.steps.pictures import pictures
+from backlight.doctor.steps.sheet import Sheet
+from backlight.doctor.subject.layouts import ShapeMismatch
+from backlight.doctor.subject.subject import Observed, Subject
+from backlight.doctor.subject.trouble import CouldNotRun
+from backlight.problems import checks, inputs
+from backlight.problems.inputs import Given
+from backlight.problems.problem import Problem, shrink
+from backlight.spec import TERM_NAMES, AttentionSpec
+
+LEVELS = ("quick", "full", "forensic")
+# with more scores than this, a smaller problem of the same kind is explained instead
+EXPLAIN_CELLS = 16 * 512 * 512
+# here the probe names the input that is misread, not the tensors that come out wrong
+MISREAD = ("do-stride", "do-in-flight", "input-stride")
+
+
+def diagnose(
+    subject: Any,
+    spec: AttentionSpec,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    do: Tensor | None = None,
+    level: str = "quick",
+    against: Any = None,
+    bias: Tensor | int | None = None,
+    sink: Tensor | None = None,
+    tau: Tensor | float | None = None,
+    gate: Tensor | None = None,
+    cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None,
+    shape: tuple[int, int, int, int] = inputs.DEFAULT_SHAPE,
+    kv_heads: int | None = None,
+    sk: int | None = None,
+    dv: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    recipe: str = "gaussian",
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Report:
+    """Examine an attention kernel and say what is wrong with it.
+
+    subject:  a differentiable callable f(q, k, v, **extras) -> o | (o, lse), an nn.Module, a (forward, backward) pair of raw
+              functions, or a `Subject`.
+    spec:     what it is supposed to compute.
+    q, k, v:  canonical [B,Hq,Sq,D], [B,Hkv,Sk,D], [B,Hkv,Sk,Dv] tensors (packed: B = 1 with cu_seqlens); drawn from `recipe`,
+              `shape`, `kv_heads`, `sk`, `dv`, `dtype` and `seed` when absent. do: incoming gradient [B,Hq,Sq,Dv].
+    level:    "quick" (comparison, identities, a few probes), "full" (all probes, tomography), "forensic" (tile sweep, more).
+    against:  a reference of yours: it is judged by the same oracle, because a wrong reference looks like a wrong kernel.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
+    started = time.perf_counter()
+    terms: dict[str, Any] = {"bias": bias, "sink": sink, "tau": tau, "gate": gate}
+    drawn = {"shape": shape, "kv_heads": kv_heads, "sk": sk, "dv": dv, "dtype": dtype, "recipe": recipe, "device": device}
+    problem = _problem(spec, Given(q, k, v, do), terms, cu_seqlens, seed, drawn)
+    examination = Examination(Subject.of(subject), problem, level)
+    report = examination.report()
+    if against is not None:
+        judge_reference(report, Subject.of(against), problem)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def run_once(
+    subject: Any,
+    spec: AttentionSpec,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    do: Tensor | None = None,
+    cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None,
+    seed: int = 0,
+    **settings: Any,
+) -> Observed:
+    """One forward and one backward on what `diagnose` would examine, judged by nobody: for profilers and sanitizers.
+
+    Takes the arguments of `diagnose`; what only an examination needs (level, against) is ignored.
+    """
+    terms = {name: settings.pop(name, None) for name in TERM_NAMES}
+    drawn = {name: value for name, value in settings.items() if name not in ("level", "against")}
+    problem = _problem(spec, Given(q, k, v, do), terms, cu_seqlens, seed, drawn)
+    examined = Subject.of(subject)
+    if examined.layout == "auto":
+        examined, _ = convention.settle(examined, problem, [])
+    return examined.run(problem.call, problem.dy)
+
+
+def _problem(
+    spec: AttentionSpec,
+    tensors: Given,
+    terms: dict[str, Any],
+    cu_seqlens: Tensor | tuple[Tensor, Tensor] | None,
+    seed: int,
+    drawn: dict[str, Any],
+) -> Problem:
+    """The caller's tensors, or tensors drawn as `drawn` says."""
+    checks.check_spec(spec)
+    checks.check_terms(spec, terms)
+    checks.check_seed(seed)
+    if tensors.any:
+        return inputs.given(spec, tensors, terms, cu_seqlens, seed)
+    problem = inputs.make(spec, seed=seed, cu_seqlens=cu_seqlens, **drawn, **terms)
+    if tensors.do is not None:
+        checks.check_like_output("do", tensors.do, problem.call.q, problem.call.v)
+        problem = problem.replace(dy=tensors.do.detach().to(problem.call.q))
+    return problem
+
+
+class Examination(Sheet):
+    """The steps, in order; `report` stops early only when nothing can be compared."""
+
+    def report(self) -> Report:
+        started = time.perf_counter()
+        health = self_check()
+        if not health["passed"]:
+            return self.could_not_run("the oracle failed its self-check; nothing it says can be trusted", health)
+        unusable = usable.unjudgeable(self.problem)
+        if unusable:
+            return self.could_not_run(unusable, health)
+        try:
+            self.subject, observed = convention.settle(self.subject, self.problem, self.notes)
+            values = convention.natural_lse(self.subject, self.problem, observed.values, self.notes)
+            instead = convention.fill_empty_rows(self.problem, values)
+            self.examine(observed, values)
+        except (CouldNotRun, ShapeMismatch) as error:
+            return self.could_not_run(str(error), health)
+        if instead and not any(f.severity != "note" for f in self.findings):
+            title = BY_ID["empty-rows-lse"].sentence().replace("...", instead)
+            self.named("empty-rows-lse", ["everything else is right, in these rows too"], title=title)
+        return self.finish(health, time.perf_counter() - started)
+
+    # --- the steps ----------------------------------------------------------------------------------------------------------
+
+    def examine(self, observed: Observed, values: dict[str, Tensor]) -> None:
+        problem = self.problem
+        known = judged(values, problem)
+        wrong_shape = [n for n, x in known.items() if x.shape != problem.truth[TRUTH_OF.get(n, n)].shape]
+        for name in wrong_shape:
+            wanted = tuple(problem.truth[TRUTH_OF.get(name, name)].shape)
+            self.add(
+                Finding("open", f"{name} has shape {tuple(known[name].shape)} instead of {wanted}", stage=name, score=90.0)
+            )
+        known = {n: x for n, x in known.items() if n not in wrong_shape}
+        comparisons = {n: compare(n, x, problem) for n, x in known.items()}
+        laws = identities(problem, known)
+        local = local_values(problem, values) if "o" in known else {}
+        self.rows = verdict.stage_rows(problem, known, comparisons, local)
+        self._observed_faults(observed)
+        self._probe(observed)
+        self._explain(known, comparisons, laws)
+        self._nonfinite(comparisons)
+        if not any(f.severity != "note" for f in self.findings):
+            found = verdict.precision_finding(problem, comparisons, self.probes)
+            if found is not None:
+                self.add(found)
+            elif self.level == "quick" and verdict.precision_hint(problem, comparisons):
+                self.notes.append(verdict.precision_hint(problem, comparisons))
+        self.pictures += pictures(comparisons, self.probes, problem)
+
+    def _observed_faults(self, observed: Observed) -> None:
+        if observed.changed_inputs:
+            names = ", ".join(observed.changed_inputs)
+            self.named(
+                "input-changed",
+                [f"{names} differ from copies taken before the call"],
+                title=f"the call changes its own inputs: {names}",
+            )
+        if observed.missing:
+            names = ", ".join(observed.missing)
+            self.named(
+                "gradient-missing", [f"autograd returned nothing for {names}"], title=f"no gradient arrives: {names} missing"
+            )
+
+    def _probe(self, observed: Observed) -> None:
+        bench = probes.Bench(self.subject, self.problem, observed)
+        chosen = {"quick": probes.QUICK, "full": probes.FULL, "forensic": probes.FORENSIC}[self.level]
+        if observed.missing or observed.changed_inputs:
+            return
+        for run in chosen:
+            found = run(bench)
+            self.probes.append(found)
+            if found.passed is False and found.data.get("finding", "open") != "open":
+                self._probe_finding(found)
+        self._one_cause()
+        if self.level != "quick":
+            deep.run(self, bench)
+
+    def _probe_finding(self, found: Probe) -> None:
+        identifier = found.data["finding"]
+        if any(f.id == identifier for f in self.findings):
+            return
+        where = None
+        if found.data.get("span"):
+            a, b = found.data["span"]
+            where = Where(rows=(a, b), text=f"rows {a}-{b - 1}")
+        lines = [f"{found.name}: {found.detail}"]
+        for name, gains in found.data.get("gains", {}).items():
+            lines.append(f"{name}: gain per head " + " ".join(f"{g:.3g}" for g in gains))
+        stage = (found.data.get("wrong") or [BY_ID[identifier].stage])[0]
+        title = ""
+        if identifier == "atomics-reorder":
+            moved = found.data["wrong"]
+            title = BY_ID[identifier].title.replace(
+                "dq differs", f"{', '.join(moved)} {'differs' if len(moved) == 1 else 'differ'}"
+            )
+        self.named(identifier, lines, where, title, None if identifier in MISREAD else stage)
+
+    def _one_cause(self) -> None:
+        """Memory faults look like races and stride errors too: keep the finding that explains the others."""
+        found = {f.id for f in self.findings}
+        gone: set[str] = set()
+        if "stale-rows" in found:
+            gone = {"accumulates-over-calls", "race-lost-update", "do-stride", "input-stride"}
+        elif "accumulates-over-calls" in found:
+            # a kernel that repeats itself keeps nothing from call to call: its gradients for dO = 0 have another cause
+            remembers = "race-lost-update" in found
+            gone = {"race-lost-update", "do-stride", "input-stride"} if remembers else {"accumulates-over-calls"}
+        self.findings = [f for f in self.findings if f.id not in gone]
+
+    def _explain(self, values: Mapping[str, Tensor], comparisons: dict[str, Comparison], laws: list[Identity]) -> None:
+        """Step 5: a name for what the comparison saw."""
+        bad = [c for c in comparisons.values() if c.bad]
+        broken_laws = [i for i in laws if not i.holds]
+        if not bad and not broken_laws:
+            return
+        if any(f.id in ("race-lost-update", "input-changed", "accumulates-over-calls") for f in self.findings):
+            return
+        ranked, problem, _, cs, ids = self._candidates(values, comparisons, laws)
+        if ranked and ranked[0].fits:
+            self.add(verdict.from_explanation(ranked[0], ranked, problem, cs, ids))
+            return
+        if any(f.id in ("stale-rows", "gradient-missing") for f in self.findings) or self._only_nonfinite(comparisons):
+            return
+        self.add(verdict.lower_precision(problem, cs) or verdict.open_finding(self.rows, problem, cs, ids, ranked))
+
+    def _candidates(
+        self, values: Mapping[str, Tensor], comparisons: dict[str, Comparison], laws: list[Identity]
+    ) -> tuple[list[Explanation], Problem, Mapping[str, Tensor], dict[str, Comparison], list[Identity]]:
+        call = self.problem.call
+        if call.q.shape[0] * call.q.shape[1] * call.q.shape[2] * call.k.shape[2] > EXPLAIN_CELLS:
+            smaller = self._smaller()
+            if smaller is not None:
+                problem, seen, cs = smaller
+                self.notes.append(f"explained on a smaller problem of the same kind: {tuple(problem.call.q.shape)}")
+                return explain(problem, seen, cs), problem, seen, cs, identities(problem, seen)
+        return explain(self.problem, values, comparisons), self.problem, values, comparisons, laws
+
+    def _smaller(self) -> tuple[Problem, dict[str, Tensor], dict[str, Comparison]] | None:
+        """The first positions of a few heads, if the defect shows there too."""
+        problem = shrink(self.problem)
+        if problem is None:
+            return None
+        try:
+            out = self.subject.run(problem.call, problem.dy)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError):
+            return None
+        values = convention.natural_lse(self.subject, problem, out.values, [])
+        known = judged(values, problem)
+        comparisons = {n: compare(n, x, problem) for n, x in known.items()}
+        return (problem, known, comparisons) if any(c.bad for c in comparisons.values()) else None
+
+    @staticmethod
+    def _only_nonfinite(comparisons: Mapping[str, Comparison]) -> bool:
+        bad = [c for c in comparisons.values() if c.bad]
+        return bool(bad) and all(bool(c.nonfinite.any()) and c.rho_a <= verdict.RHO_FAIL for c in bad)
+
+    def _nonfinite(self, comparisons: Mapping[str, Comparison]) -> None:
+        """Values that are not finite are a finding of their own, unless another finding already explains them."""
+        wrong = [c for c in comparisons.values() if bool(c.nonfinite.any())]
+        if not wrong or any(f.score >= 100 for f in self.findings):
+            return
+        first = min(wrong, key=lambda c: verdict.ORDER.index(c.name))
+        where, lines = verdict.worst_cell(first), [f"{c.name}: {c.nonfinite_words}" for c in wrong]
+        if first.name in ROW_TENSORS and only_in_empty_rows(first, self.problem.call):
+            self.named("empty-rows-nan", lines, where, stage=first.name)
+            return
+        place = f", first at {where.text}" if where is not None else ""
+        count = int(first.nonfinite.sum())
+        verb = "is" if count == 1 else "are"
+        title = f"{counted(count, 'value')} of {first.name} {verb} NaN or infinite{place}"
+        self.named("nan-cell", lines, where, title=title, stage=first.name)
+
+
+def judge_reference(report: Report, reference: Subject, problem: Problem) -> None:
+    """The user's own reference, judged by the same oracle; its faults are faults of the test."""
+    other = Examination(reference, problem.replace(), "quick")
+    found = other.report()
+    if found.verdict == "could-not-run":
+        report.findings.append(Finding("against", f"the reference could not run: {found.headline}", "note", score=0.5))
+        return
+    worst = next((f for f in found.findings if f.severity in ("defect", "test-fault")), None)
+    if worst is None:
+        report.recipe["notes"].append(f"the reference {reference.name} agrees with the oracle")
+        return
+    title = f"your reference is at fault: {worst.title.replace('what runs', 'it')}"
+    fault = replace(
+        worst, title=title, severity="test-fault", score=worst.score - 10 if report.verdict == "defect" else worst.score
+    )
+    fault.evidence = [f"reference {reference.name} ({reference.location})", *worst.evidence]
+    report.findings.append(fault)
+    report.findings.sort(key=lambda f: -f.score)
+    if report.verdict != "defect":
+        report.headline = f"the kernel is healthy; {title}"

@@ -1,0 +1,392 @@
+"""Steps 3 and 4: experiments on the subject that need no reference, or only its own first answer.
+
+Each probe is a function of a `Bench` and returns a `Probe`; a failed one may carry the id of the defect it shows in
+`data["finding"]`. Probes never judge by a guessed tolerance: results must be equal bit for bit, or within a few units in the
+last place where the subject itself is not repeatable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backlight._private.torch import keep_busy
+from backlight.doctor.report.model import Probe
+from backlight.doctor.report.words import counted
+from backlight.doctor.subject import layouts
+from backlight.doctor.subject.subject import Observed, Subject
+from backlight.doctor.subject.trouble import CouldNotRun, Unrepeatable
+from backlight.problems.axes import AXES, cut_call, tensors_of, with_tensors
+from backlight.problems.problem import Problem
+
+# other strides may select another code path with other rounding; a stride error is of order one
+CLOSE = 8.0
+REPEATS = 10
+# about 10 ms on a GPU of 2 GHz: longer than any launch, short enough to be run on every problem
+IN_FLIGHT_CYCLES = 20_000_000
+# how far beyond its own run-to-run differences a subject may be before another cause is named
+SPREAD = 3.0
+# fp32 sums in another order, rounded once to the output dtype: a unit in the last place of the largest values
+REORDERED, REORDERED_WIDE = 16.0, 256.0
+
+Layouts = Mapping[str, Callable[[Tensor], Tensor]]
+
+
+@dataclass
+class Bench:
+    """A subject, a problem, and the first answer it gave."""
+
+    subject: Subject
+    problem: Problem
+    base: Observed
+    spread: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def close(self) -> float:
+        """eps that another order of the same sums may move a value by: 16-bit results are rounded once, wide ones are not."""
+        return CLOSE if self.problem.sixteen_bit else REORDERED_WIDE
+
+    def equal(self, found: dict[str, float], what: str, finding: str) -> Probe:
+        """Passed when nothing differs by more than the subject's own repeats do, or by a few eps."""
+        far = {n: d for n, d in found.items() if not d <= max(self.close, SPREAD * self.spread.get(n, 0.0))}
+        if far:
+            return Probe("", False, f"{what}: {_words(far)}", data={"finding": finding, "wrong": sorted(far)})
+        return Probe("", True, "equal" if not found else f"equal up to {max(found.values()):.1f} eps")
+
+    def run(
+        self, dy: Tensor | None = None, dlse: Tensor | None = None, problem: Problem | None = None, **layout: Any
+    ) -> Observed:
+        problem = problem or self.problem
+        return self.subject.run(problem.call, problem.dy if dy is None else dy, dlse, **layout)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Largest difference in units of eps times the rms of a; inf when one is finite and the other is not."""
+    if not torch.equal(torch.isfinite(a), torch.isfinite(b)):
+        return float("inf")
+    a, b = (torch.where(torch.isfinite(x), x, 0).double() for x in (a, b))
+    if a.numel() == 0 or torch.equal(a, b):
+        return 0.0
+    return float((a - b).abs().max() / (torch.maximum(a, b).pow(2).mean().sqrt() + 1e-300))
+
+
+def differences(a: Observed, b: Observed, eps: float) -> dict[str, float]:
+    """Name -> distance in eps for every output that both runs have and that is not equal."""
+    found = {n: distance(a[n], b[n]) / eps for n in a.values if n in b and a[n].shape == b[n].shape}
+    return {n: d for n, d in found.items() if d > 0}
+
+
+def _words(found: dict[str, float]) -> str:
+    return ", ".join(
+        f"{n} by {d:.3g} eps" if d != float("inf") else f"{n} (finite against not finite)" for n, d in found.items()
+    )
+
+
+def probe(name: str) -> Callable[[Callable[[Bench], Probe]], Callable[[Bench], Probe]]:
+    """Times the probe, names it, and turns a refusal of the subject into 'not run'."""
+
+    def wrap(function: Callable[[Bench], Probe]) -> Callable[[Bench], Probe]:
+        def run(bench: Bench) -> Probe:
+            started = time.perf_counter()
+            try:
+                found = function(bench)
+            except Unrepeatable:
+                raise
+            except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as error:
+                found = Probe(name, None, f"the subject refused: {str(error).splitlines()[0][:200] if str(error) else error!r}")
+            found.name, found.seconds = name, time.perf_counter() - started
+            return found
+
+        run.__name__ = function.__name__
+        return run
+
+    return wrap
+
+
+def gradients(observed: Observed) -> dict[str, Tensor]:
+    return {n: x for n, x in observed.values.items() if n.startswith("d") and n not in ("delta", "dp", "ds")}
+
+
+# --- quick -----------------------------------------------------------------------------------------------------------------
+
+
+@probe("expanded dO")
+def expanded_do(bench: Bench) -> Probe:
+    """What out.sum().backward() delivers against the same ones, contiguous."""
+    ones = torch.ones_like(bench.problem.dy)
+    plain, expanded = bench.run(ones), bench.run(ones, do_layout=layouts.expanded)
+    found = differences(plain, expanded, bench.problem.eps)
+    result = bench.equal(found, "an expanded dO (strides 0) changes the gradients", "do-stride")
+    if result.passed is False:
+        result.data["gains"] = {
+            n: head_gains(plain[n], expanded[n]) for n in ("dq", "dk", "dv") if n in plain and n in expanded
+        }
+    return result
+
+
+def head_gains(a: Tensor, b: Tensor) -> list[float]:
+    """<b, a> / <a, a> per head, for the pattern 1, 0, 0, 0."""
+    a, b = a.double(), b.double()
+    return ((a * b).sum((0, 2, 3)) / (a * a).sum((0, 2, 3)).clamp(min=1e-300)).tolist()
+
+
+@probe("zero dO")
+def zero_do(bench: Bench) -> Probe:
+    out = bench.run(torch.zeros_like(bench.problem.dy))
+    wrong = {n: int(((x != 0) & torch.isfinite(x)).sum()) for n, x in gradients(out).items()}
+    wrong = {n: count for n, count in wrong.items() if count}
+    if wrong:
+        words = ", ".join(f"{counted(count, 'value')} of {n}" for n, count in wrong.items())
+        return Probe("", False, f"dO = 0 must give zero gradients; not 0: {words}", data={"finding": "accumulates-over-calls"})
+    return Probe("", True, "all gradients exactly 0")
+
+
+@contextlib.contextmanager
+def poisoned(value: float) -> Iterator[None]:
+    """Fresh memory of torch.empty and its relatives holds `value` instead of whatever was there."""
+    places = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")]
+    saved = [(owner, name, getattr(owner, name)) for owner, name in places]
+
+    def filled(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocate(*args: Any, **kwargs: Any) -> Tensor:
+            fresh = original(*args, **kwargs)
+            return fresh.fill_(value) if fresh.is_floating_point() and fresh.numel() else fresh
+
+        return allocate
+
+    try:
+        for owner, name, original in saved:
+            setattr(owner, name, filled(original))
+        yield
+    finally:
+        for owner, name, original in saved:
+            setattr(owner, name, original)
+
+
+@probe("poisoned memory")
+def poison(bench: Bench) -> Probe:
+    """Uninitialised memory filled with NaN, then with 1e4: the two results must be equal."""
+    runs = []
+    for value in (float("nan"), 1e4):
+        with poisoned(value):
+            runs.append(bench.run())
+    found = differences(runs[0], runs[1], bench.problem.eps)
+    exposed = {n: d for n, d in found.items() if d == float("inf")}
+    result = bench.equal(found, "what fresh memory holds changes the result", "stale-rows")
+    if exposed:
+        data = {"finding": "stale-rows", "wrong": sorted(exposed)}
+        result = Probe("", False, f"NaN in fresh memory reaches {', '.join(exposed)}", data=data)
+    if result.passed is False:
+        span = _changed_positions(*(r[result.data["wrong"][0]] for r in runs))
+        if span is not None:
+            result.data["span"] = span
+            result.detail += f", positions {span[0]} to {span[1] - 1}"
+    return result
+
+
+def _changed_positions(a: Tensor, b: Tensor) -> list[int] | None:
+    """First and end position of [B, H, S, ..] tensors that differ."""
+    if a.dim() < 3:
+        return None
+    rows = (~((a == b) | (torch.isnan(a) & torch.isnan(b)))).flatten(3).any(dim=-1) if a.dim() > 3 else a != b
+    positions = rows.flatten(0, 1).any(dim=0).nonzero().flatten().tolist()
+    return [positions[0], positions[-1] + 1] if positions else None
+
+
+@probe("negated v")
+def negated_v(bench: Bench) -> Probe:
+    """o is linear in v: -v must give -o. A cached result does not."""
+    call = bench.problem.call
+    out = bench.subject.run(replace(call, v=-call.v))
+    if torch.equal(out["o"], bench.base["o"]) and bool((bench.base["o"] != 0).any()):
+        return Probe("", False, "o is bit for bit the same after v changed its sign", data={"finding": "cached-result"})
+    off = distance(-out["o"], bench.base["o"]) / bench.problem.eps
+    return (
+        Probe("", True, f"o follows v ({off:.1f} eps)")
+        if off <= bench.close
+        else Probe("", None, "o is not odd in v; judged elsewhere")
+    )
+
+
+@probe("repeats")
+def repeat_once(bench: Bench) -> Probe:
+    return _repeats(bench, 2)
+
+
+# --- full ------------------------------------------------------------------------------------------------------------------
+
+
+@probe("repeats")
+def repeats(bench: Bench) -> Probe:
+    return _repeats(bench, REPEATS)
+
+
+def _repeats(bench: Bench, count: int) -> Probe:
+    """The same call again and again: bitwise, or only dq in its last bits."""
+    try:
+        runs = [bench.base, *(bench.run() for _ in range(count - 1))]
+    except CouldNotRun as error:
+        raise Unrepeatable(f"the same call works once and fails when repeated: {error}") from error
+    rows, worst = [], {}
+    for name, first in bench.base.values.items():
+        others = [r[name] for r in runs[1:] if name in r]
+        moved = torch.zeros_like(first, dtype=torch.bool)
+        distinct = [first]
+        for x in others:
+            moved |= ~((x == first) | (torch.isnan(x) & torch.isnan(first)))
+            if not any(torch.equal(x.nan_to_num(), d.nan_to_num()) for d in distinct):
+                distinct.append(x)
+        far = max((distance(first, x) / bench.problem.eps for x in others), default=0.0)
+        rows.append({"name": name, "distinct": len(distinct), "elements": int(moved.sum()), "max_ulp": far})
+        if far > 0:
+            worst[name] = far
+    data = {"runs": count, "rows": rows}
+    bench.spread = dict(worst)
+    if not worst:
+        return Probe("", True, f"{count} runs are equal bit for bit", data=data)
+    limit = REORDERED if bench.problem.sixteen_bit else REORDERED_WIDE
+    finding = "atomics-reorder" if all(d <= limit for d in worst.values()) else "race-lost-update"
+    return Probe("", False, f"{count} runs differ: {_words(worst)}", data=data | {"finding": finding, "wrong": sorted(worst)})
+
+
+def _same_in_memory(bench: Bench, argument: str, choices: Layouts, what: str, finding: str) -> Probe:
+    """The same values with other strides: a correct kernel cannot tell them apart."""
+    for name, layout in choices.items():
+        chosen: dict[str, Any] = {argument: layout}
+        found = differences(bench.base, bench.run(**chosen), bench.problem.eps)
+        result = bench.equal(found, what.format(name), finding)
+        if not result.passed:
+            return result
+    return Probe("", True, "equal for " + ", ".join(choices))
+
+
+@probe("dO layouts")
+def do_layouts(bench: Bench) -> Probe:
+    return _same_in_memory(bench, "do_layout", layouts.DO_LAYOUTS, "the same dO, {}, changes the gradients", "do-stride")
+
+
+@probe("dO in flight")
+def do_in_flight(bench: Bench) -> Probe:
+    """dO is written behind work that keeps the stream busy; a kernel that does not wait reads what was there before."""
+    if bench.problem.call.q.device.type != "cuda":
+        return Probe("", None, "needs a CUDA stream")
+    bench.run(do_layout=written_late)  # whatever is compiled or loaded on first use must not wait for us
+    found = differences(bench.base, bench.run(do_layout=written_late), bench.problem.eps)
+    return bench.equal(found, "a dO whose producer is still running changes the gradients", "do-in-flight")
+
+
+def written_late(do: Tensor) -> Tensor:
+    """The same values in a buffer that holds sentinels until the stream gets there, some milliseconds from now."""
+    late = torch.full_like(do, layouts.SENTINEL)
+    torch.cuda.synchronize(do.device)
+    keep_busy(IN_FLIGHT_CYCLES)
+    return late.copy_(do)
+
+
+@probe("input layouts")
+def input_layouts(bench: Bench) -> Probe:
+    return _same_in_memory(
+        bench, "input_layout", layouts.INPUT_LAYOUTS, "the same q, k, v, {}, change the result", "input-stride"
+    )
+
+
+@probe("doubled dO")
+def doubled_do(bench: Bench) -> Probe:
+    """Gradients are linear in dO, and doubling is exact in binary."""
+    out = bench.run(bench.problem.dy * 2)
+    found = {
+        n: distance(x, gradients(bench.base)[n] * 2) / bench.problem.eps for n, x in gradients(out).items() if n in bench.base
+    }
+    found = {n: d for n, d in found.items() if d > 0}
+    return bench.equal(found, "2 dO does not give twice the gradients", "open")
+
+
+@probe("permuted heads")
+def permuted_heads(bench: Bench) -> Probe:
+    """Heads in reverse order, learned terms with them: outputs in reverse order."""
+    call, problem = bench.problem.call, bench.problem
+    if call.q.shape[1] == 1:
+        return Probe("", None, "one head")
+    flip = {name: x.flip(1 if "batch" in AXES[name] else 0) for name, x in tensors_of(call).items()}
+    out = bench.subject.run(with_tensors(call, flip), problem.dy.flip(1))
+    back = {n: x.flip(1) if x.dim() >= 3 else x.flip(0) for n, x in out.values.items()}
+    return bench.equal(
+        differences(bench.base, Observed(back), problem.eps), "reversing the heads does not reverse the results", "open"
+    )
+
+
+@probe("one entry alone")
+def alone(bench: Bench) -> Probe:
+    """The first batch entry by itself: the same numbers as inside the batch."""
+    call, problem = bench.problem.call, bench.problem
+    if call.q.shape[0] == 1:
+        return Probe("", None, "one batch entry")
+    first = cut_call(call, {"batch": slice(1)})
+    part = with_tensors(first, {name: x.contiguous() for name, x in tensors_of(first).items()})
+    out = bench.subject.run(part, problem.dy[:1].contiguous())
+    base = Observed({n: x[:1] for n, x in bench.base.values.items() if x.dim() >= 3})
+    return bench.equal(differences(base, out, problem.eps), "a batch entry alone gives other numbers than in the batch", "open")
+
+
+@probe("forbidden positions")
+def forbidden(bench: Bench) -> Probe:
+    """Large finite values where the first rows may not look: those rows must not move by a bit."""
+    call, problem = bench.problem.call, bench.problem
+    first = call.segments()[0]
+    if call.varlen:
+        rows, keys = first.q1, first.k1
+    elif call.spec.right is not None:
+        rows = max(1, first.sq // 2)
+        keys = int(call.spec.last_key(rows - 1, first.sq, first.sk)) + 1
+    else:
+        return Probe("", None, "every row sees every key")
+    if not 0 < keys < call.k.shape[2] or rows >= call.q.shape[2]:
+        return Probe("", None, "no position is hidden from the first rows")
+    k, v, dy = call.k.clone(), call.v.clone(), problem.dy.clone()
+    k[:, :, keys:], v[:, :, keys:], dy[:, :, rows:] = 30.0, 1e3, 0.0
+    plain = bench.run(dy)
+    out = bench.subject.run(replace(call, k=k, v=v), dy)
+    cut = dict.fromkeys(("o", "lse", "dq"), rows) | {"dk": keys, "dv": keys}
+    a, b = (Observed({n: x[:, :, : cut[n]] for n, x in r.values.items() if n in cut}) for r in (plain, out))
+    return bench.equal(differences(a, b, problem.eps), "hidden positions change rows that cannot see them", "open")
+
+
+@probe("tile sizes")
+def tile_sizes(bench: Bench) -> Probe:
+    """Other tile sizes, when the subject has any: wrong rows that move with the tile are a tile-edge defect."""
+    if not bench.subject.config:
+        return Probe("", None, "the subject offers no tile configuration")
+    rows = []
+    for name, choices in bench.subject.config.items():
+        for choice in choices:
+            out = bench.subject.with_fixed(**{name: choice}).run(bench.problem.call, bench.problem.dy)
+            rows.append((name, choice, differences(bench.base, out, bench.problem.eps)))
+    far = [(n, c, d) for n, c, d in rows if any(x > 4 / bench.problem.eps * 1e-2 for x in d.values())]
+    if far:
+        name, choice, found = far[0]
+        return Probe("", False, f"{name} = {choice} changes the result: {_words(found)}", data={"finding": "open"})
+    return Probe("", True, f"{len(rows)} configurations agree")
+
+
+QUICK = (repeat_once, expanded_do, zero_do, poison, negated_v)
+FULL = (
+    repeats,
+    expanded_do,
+    zero_do,
+    poison,
+    negated_v,
+    do_layouts,
+    do_in_flight,
+    input_layouts,
+    doubled_do,
+    permuted_heads,
+    alone,
+    forbidden,
+)
+FORENSIC = (*FULL, tile_sizes)

@@ -1,0 +1,125 @@
+"""The sheet of an examination: what its steps write down, and the report it becomes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from backlight.doctor.defects.catalogue import BY_ID
+from backlight.doctor.report.model import Finding, Picture, Probe, Report, StageRow, Where
+from backlight.doctor.steps import verdict
+from backlight.doctor.steps.environment import environment
+from backlight.doctor.steps.expected import expected_zeros
+from backlight.doctor.subject.subject import Subject
+from backlight.problems.axes import tensors_of
+from backlight.problems.problem import Problem
+
+# a probe that caught the subject in the act outranks an explanation of a single run
+PROBE_SCORES = {
+    "input-changed": 130.0,
+    "stale-rows": 120.0,
+    "race-lost-update": 115.0,
+    "accumulates-over-calls": 112.0,
+    "do-in-flight": 110.0,
+}
+
+
+class Sheet:
+    """One subject on one problem, and everything that was found about it so far."""
+
+    def __init__(self, subject: Subject, problem: Problem, level: str):
+        self.subject, self.problem, self.level = subject, problem, level
+        self.notes: list[str] = []
+        self.probes: list[Probe] = []
+        self.rows: list[StageRow] = []
+        self.findings: list[Finding] = []
+        self.extra_rows: list[StageRow] = []
+        self.pictures: list[Picture] = []
+
+    def named(self, name: str, lines: list[str], where: Where | None = None, title: str = "", stage: str | None = None) -> None:
+        defect = BY_ID[name]
+        self.add(
+            Finding(
+                name,
+                title or defect.title,
+                defect.severity,  # type: ignore[arg-type]
+                stage or defect.stage,
+                where,
+                lines,
+                "established (the probe shows it directly)",
+                "high",
+                defect.next_check,
+                None,
+                PROBE_SCORES.get(name, 105.0) if defect.severity != "note" else 1.0,
+            )
+        )
+
+    def add(self, finding: Finding) -> None:
+        self.findings.append(finding)
+
+    def finish(self, health: dict[str, Any], seconds: float) -> Report:
+        findings = sorted(self.findings, key=lambda f: -f.score)
+        serious = [f for f in findings if f.severity in ("defect", "test-fault")]
+        precise = [f for f in findings if f.severity == "precision"]
+        outcome = "defect" if serious else "precision" if precise else "healthy"
+        headline = (serious or precise)[0].title if serious or precise else "no defect found"
+        if serious or precise:
+            self._blame((serious or precise)[0])
+        for row in self.rows:
+            row.settle_local_error()
+        return self._report(outcome, headline, findings, health, seconds)
+
+    def _blame(self, finding: Finding) -> None:
+        """An established name decides which stage is guilty: wrong rows after it inherit, also when it was not seen itself."""
+        if finding.severity == "precision":
+            for row in self.rows:
+                row.status = "precision" if row.name == finding.stage and row.status == "ok" else row.status
+        if finding.explained is None or finding.stage not in verdict.ORDER:
+            return
+        rows = [*self.rows, *self.extra_rows]
+        for row in rows:
+            if row.name == finding.stage and row.status != "ok":
+                row.status = "culprit"
+            elif row.status in ("culprit", "suspect"):
+                row.status = "inherited"
+        if not any(row.name == finding.stage for row in rows):
+            wrong = ", ".join(row.name for row in rows if row.status == "inherited")
+            shown = wrong or ", ".join(probe.name for probe in self.probes if probe.passed is False)
+            self.extra_rows.append(StageRow(finding.stage, "culprit", note=f"not seen itself; inferred from {shown}"))
+
+    def could_not_run(self, sentence: str, health: dict[str, Any]) -> Report:
+        return self._report("could-not-run", sentence, [], health, 0.0)
+
+    def _report(self, outcome: str, headline: str, findings: list[Finding], health: dict[str, Any], seconds: float) -> Report:
+        call = self.problem.call
+        untold = self.subject.untold(call)
+        if untold:
+            words = ", ".join(untold)
+            self.notes.append(f"the subject has no parameter for {words}: assumed to be built in")
+        order = {name: i for i, name in enumerate(verdict.ORDER)}
+        rows = sorted([*self.rows, *self.extra_rows], key=lambda r: order.get(r.name, 99))
+        return Report(
+            subject=self.subject.name,
+            verdict=outcome,  # type: ignore[arg-type]
+            headline=headline,
+            location=self.subject.location,
+            stages=rows,
+            findings=findings,
+            probes=self.probes,
+            expected_zeros=expected_zeros(call),
+            pictures=self.pictures,
+            environment=environment(call.q.device),
+            recipe=describe_problem(self.problem, self.level) | {"notes": self.notes, "layout": self.subject.layout},
+            spec={f: getattr(call.spec, f) for f in call.spec.__dataclass_fields__},
+            self_check=health,
+            seconds=seconds,
+        )
+
+
+def describe_problem(problem: Problem, level: str) -> dict[str, Any]:
+    call = problem.call
+    found: dict[str, Any] = {"recipe": problem.recipe, "seed": problem.seed, "dtype": str(call.q.dtype)[6:], "level": level}
+    found["shapes"] = {name: list(x.shape) for name, x in tensors_of(call).items()}
+    found["strides"] = {n: list(getattr(call, n).stride()) for n in ("q", "k", "v")}
+    if call.varlen:
+        found["cu_seqlens_q"], found["cu_seqlens_k"] = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()  # type: ignore
+    return found

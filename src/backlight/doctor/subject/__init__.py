@@ -1,0 +1,1 @@
+"""The first room: what is examined, what it is told, and how it is called."""

@@ -1,0 +1,70 @@
+"""Plain PyTorch: dense scores, autograd, every variant. What a user writes first, and an oracle for the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from backlight.call import Call
+from backlight.peers.features import gated
+from backlight.spec import Segment
+
+
+def attention(call: Call) -> Callable[..., Tensor]:
+    """The call as a function of its leaves q, k, v and terms, in canonical layout."""
+    segments = call.segments()
+    geometry = {(z.sq, z.sk): _geometry(call, z) for z in segments}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None, **terms: Tensor) -> Tensor:
+        if call.group > 1:
+            k, v = k.repeat_interleave(call.group, 1), v.repeat_interleave(call.group, 1)
+        if not call.varlen:
+            return gated(_dense(call, q, k, v, *geometry[segments[0].sq, segments[0].sk], **terms), gate)
+        parts = [
+            _dense(call, q[:, :, z.q0 : z.q1], k[:, :, z.k0 : z.k1], v[:, :, z.k0 : z.k1], *geometry[z.sq, z.sk], **terms)
+            for z in segments
+        ]
+        return gated(torch.cat(parts, dim=2), gate)
+
+    return attend
+
+
+def _geometry(call: Call, z: Segment) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """What is hidden [Sq,Sk], the table column of each pair [Sq,Sk], and the number of visible keys [Sq,1]."""
+    spec, device = call.spec, call.q.device
+    hidden = ~spec.allowed(z.sq, z.sk, device) if spec.masked else None
+    column = spec.distance(0, z.sq, 0, z.sk, z.sq, z.sk, device) + spec.bias_origin if spec.bias else None
+    return hidden, column, spec.visible_counts(z.sq, z.sk, device)[:, None]
+
+
+def _dense(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hidden: Tensor | None,
+    column: Tensor | None,
+    n: Tensor,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    tau: Tensor | None = None,
+) -> Tensor:
+    s = (q @ k.mT).to(call.accumulator_dtype) * call.scale
+    if call.spec.softcap is not None:
+        s = call.spec.softcap * torch.tanh(s / call.spec.softcap)
+    if bias is not None and column is not None:
+        inside = (column >= 0) & (column < bias.shape[1])
+        s = s + bias[:, column.clamp(0, bias.shape[1] - 1)] * inside
+    if hidden is not None:
+        s = s.masked_fill(hidden, -torch.inf)
+    if sink is None:
+        p = torch.softmax(s, dim=-1)
+    else:
+        logits = torch.cat([s, sink.view(1, -1, 1, 1).expand(*s.shape[:3], 1)], dim=-1)
+        p = torch.softmax(logits, dim=-1)[..., :-1]
+    if tau is not None:
+        a = torch.relu(p + tau.view(-1, 1, 1) / n)
+        p = a if hidden is None else a.masked_fill(hidden, 0)
+    return p.to(v.dtype) @ v

@@ -1,0 +1,146 @@
+"""FlexAttention: masks and packed sequences as a block mask, softcap and the learned bias as a score function."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backlight.peers.features import features_of
+from backlight.spec import AttentionSpec
+
+KNOWN = ("causal", "window", "scale", "softcap", "bias", "bias_origin", "cu_seqlens_q", "cu_seqlens_k")
+# a captured table is pipelined through shared memory, a tile of fp32 a stage: FlexAttention's own choice does not fit
+SMALL_TILES: dict[str, int] = {
+    "fwd_BLOCK_M": 64,
+    "fwd_BLOCK_N": 64,
+    "fwd_num_stages": 1,
+    "bwd_BLOCK_M1": 32,
+    "bwd_BLOCK_N1": 64,
+    "bwd_BLOCK_M2": 64,
+    "bwd_BLOCK_N2": 32,
+    "bwd_num_stages": 1,
+}
+Borders = tuple[int, ...] | None
+Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Plain numbers of a call: all that a compiled function may look at. shift is the key position of row 0 (eq. 1)."""
+
+    scale: float | None
+    softcap: float | None
+    origin: int
+    shift: int
+    grouped: bool
+
+    @staticmethod
+    def of(spec: AttentionSpec, q: Tensor, k: Tensor) -> Numbers:
+        """Packed sequences of equal lengths keep their place, so their shift is 0 like that of equal totals."""
+        return Numbers(spec.scale, spec.softcap, spec.bias_origin, k.shape[2] - q.shape[2], q.shape[1] != k.shape[1])
+
+
+def attention_of(numbers: Numbers, kernel_options: Mapping[str, int] | None = None) -> Callable[..., Any]:
+    """attend(q, k, v, bias=None, block_mask=None, lse=False) -> o, or (o, lse)."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    scale, softcap, origin, shift, grouped = (
+        numbers.scale,
+        numbers.softcap,
+        numbers.origin,
+        numbers.shift,
+        numbers.grouped,
+    )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, block_mask: Any = None, lse: bool = False) -> Any:
+        options: dict[str, Any] = {
+            "score_mod": score_function(softcap, bias, origin, shift),
+            "block_mask": block_mask,
+            "scale": scale,
+            "enable_gqa": grouped,
+            "kernel_options": kernel_options or None,
+        }
+        if not lse:
+            return flex_attention(q, k, v, **options)
+        o, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **options)
+        return o, aux.lse
+
+    return attend
+
+
+@cache
+def prepared(numbers: Numbers, small: bool, compiled: bool) -> Callable[..., Any]:
+    """One function for each set of numbers: a compiled one is found again by the next call."""
+    attend = attention_of(numbers, SMALL_TILES if small and compiled else None)
+    return torch.compile(attend, dynamic=False) if compiled else attend
+
+
+def score_function(softcap: float | None, bias: Tensor | None, origin: int, shift: int) -> Callable[..., Tensor] | None:
+    if softcap is None and bias is None:
+        return None
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        if bias is not None:
+            n = bias.shape[1]
+            column = i + shift - j + origin
+            inside = (column >= 0) & (column < n)
+            score = score + torch.where(inside, bias[h, torch.clamp(column, 0, n - 1)], 0.0)
+        return score
+
+    return score_mod
+
+
+def mask_function(spec: AttentionSpec, sq: int, sk: int, borders: Borders, device: torch.device) -> Mask | None:
+    """Which pairs are visible; None when all are. borders: cu_seqlens of packed sequences, the same for queries and keys."""
+    if not spec.masked and borders is None:
+        return None
+    left, right, shift, sequence = spec.left, spec.right, sk - sq, None
+    if borders is not None:
+        lengths = torch.tensor(borders, device=device).diff()
+        sequence = torch.repeat_interleave(torch.arange(lengths.numel(), device=device), lengths)
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        distance = i + shift - j
+        seen = distance == distance
+        if right is not None:
+            seen = seen & (distance >= -right)
+        if left is not None:
+            seen = seen & (distance <= left)
+        return seen if sequence is None else seen & (sequence[i] == sequence[j])
+
+    return visible
+
+
+def block_mask(spec: AttentionSpec, sq: int, sk: int, borders: Borders, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    visible = mask_function(spec, sq, sk, borders, device)
+    if visible is None:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return create_block_mask(visible, None, None, sq, sk, device=device)
+
+
+kept_block_mask = lru_cache(maxsize=64)(block_mask)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    """One call with the project's keywords: compiled on CUDA, eager elsewhere."""
+    asked = features_of("flex", given, KNOWN)
+    cu = asked.cu_seqlens_q
+    if cu is not None and asked.cu_seqlens_k is not None and not torch.equal(cu, asked.cu_seqlens_k):
+        raise NotImplementedError("flex has packed sequences of equal query and key lengths only")
+    # the mask depends on nothing else, so that one is found again whatever the scale is
+    geometry = AttentionSpec(asked.causal, asked.window)
+    mask = kept_block_mask(geometry, q.shape[2], k.shape[2], None if cu is None else tuple(cu.tolist()), q.device)
+    attend = prepared(Numbers.of(asked.spec, q, k), small=asked.bias is not None, compiled=q.is_cuda)
+    return attend(q, k, v, asked.bias, mask, lse=True)

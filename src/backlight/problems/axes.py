@@ -1,0 +1,71 @@
+"""What the axes of a call's tensors count, and cutting a call along them, whatever terms it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from backlight.call import Call
+from backlight.spec import LEARNED, TENSORS
+
+OUTPUT_AXES = ("batch", "heads", "rows", "values")
+ROW_AXES = ("batch", "heads", "rows")
+AXES: dict[str, tuple[str, ...]] = {each.name: each.axes for each in TENSORS} | {
+    **{f"d{each.name}": each.axes for each in TENSORS if each.learned},
+    **dict.fromkeys(("y", "o", "u", "dy", "do"), OUTPUT_AXES),
+    **dict.fromkeys(("lse", "dlse", "delta"), ROW_AXES),
+}
+# gradients by what they have: rows of queries, keys, or neither
+ROW_GRADIENTS = tuple(f"d{name}" for name in LEARNED if "rows" in AXES[name])
+KEY_GRADIENTS = tuple(f"d{name}" for name in LEARNED if "keys" in AXES[name])
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How long each axis is; distances are the columns of a table by distance."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    rows: int
+    keys: int
+    dim: int
+    values: int
+    distances: int = 0
+
+    @staticmethod
+    def of(call: Call) -> Sizes:
+        batch, heads, rows, dim = call.q.shape
+        distances = 0 if call.bias is None else call.bias.shape[1]
+        return Sizes(batch, heads, call.k.shape[1], rows, call.k.shape[2], dim, call.v.shape[3], distances)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor of the call, of its output or of a gradient."""
+        unknown = [axis for axis in AXES[name] if not hasattr(self, axis)]
+        if unknown:
+            raise NotImplementedError(f"{name} has an axis of {unknown[0]}, whose length is not known here")
+        return tuple(getattr(self, axis) for axis in AXES[name])
+
+
+def cut(name: str, x: Tensor, ranges: Mapping[str, slice]) -> Tensor:
+    """The part of a tensor inside `ranges` (axis -> slice); axes that are not named stay whole."""
+    return x[tuple(ranges.get(axis, slice(None)) for axis in AXES[name])]
+
+
+def tensors_of(call: Call) -> dict[str, Tensor]:
+    """q, k, v and the terms that the call has, by name."""
+    return {name: x for name in LEARNED if (x := getattr(call, name)) is not None}
+
+
+def with_tensors(call: Call, tensors: Mapping[str, Tensor], **changes: Any) -> Call:
+    """The call with other tensors."""
+    changed: dict[str, Any] = dict(tensors) | changes
+    return replace(call, **changed, _segments=None)
+
+
+def cut_call(call: Call, ranges: Mapping[str, slice], **changes: Any) -> Call:
+    """The call of a part: every tensor cut along the same axes."""
+    return with_tensors(call, {name: cut(name, x, ranges) for name, x in tensors_of(call).items()}, **changes)

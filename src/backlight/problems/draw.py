@@ -1,0 +1,87 @@
+"""The one place that draws the tensors of a call: from a seed, by name, one after the other.
+
+Cases, the doctor's inputs and the bench's workloads differ in the order and in the dtype in which they draw. Both are arguments
+here, so that a seed means the same numbers as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from backlight.call import Call
+from backlight.problems.axes import Sizes
+from backlight.spec import LEARNED, TENSORS, AttentionSpec
+
+# terms that N(0, 1) is a sensible choice for; values of tau are always chosen
+NORMAL_TERMS = ("bias", "sink", "gate")
+LIKE_Q = {each.name for each in TENSORS if each.like_q} | {"dy"}
+
+
+def parameter_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Learned terms per head stay fp32, or fp64 for an fp64 problem, as parameters do under mixed precision."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor in a call of this dtype."""
+    return dtype if name in LIKE_Q else parameter_dtype(dtype)
+
+
+def terms_to_draw(spec: AttentionSpec, chosen: Collection[str]) -> tuple[str, ...]:
+    """Terms of the spec that were not chosen; refuses one that nobody knows how to draw."""
+    wanted = tuple(name for name in spec.terms if name not in chosen)
+    unknown = [name for name in wanted if name not in NORMAL_TERMS]
+    if unknown:
+        raise NotImplementedError(f"nothing is known about how to draw {unknown[0]}: its values must be given")
+    return wanted
+
+
+def normal(
+    sizes: Sizes,
+    names: Iterable[str],
+    *,
+    dtype: torch.dtype,
+    seed: int,
+    wide: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor]:
+    """N(0, 1) tensors by name, in the order of `names`.
+
+    wide: drawn in this dtype on the CPU, for the caller to change and then `settle`. None: drawn on the device, each tensor in
+    the dtype that it has in the call.
+    """
+    place = torch.device(device) if wide is None else torch.device("cpu")
+    generator = torch.Generator(place).manual_seed(seed)
+
+    def draw(name: str) -> Tensor:
+        drawn_in = dtype_of(name, dtype) if wide is None else wide
+        return torch.randn(sizes.shape(name), generator=generator, dtype=drawn_in, device=place)
+
+    return {name: draw(name) for name in names}
+
+
+def settle(tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
+    """The tensors in the dtype they have in a call of this dtype, on the device."""
+    return {name: x.to(device, dtype_of(name, dtype)) for name, x in tensors.items()}
+
+
+def repeated(
+    values: tuple[float, ...], heads: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Tensor:
+    """One value for each head, begun again when there are more heads than values."""
+    return torch.tensor([values[h % len(values)] for h in range(heads)], dtype=dtype, device=device)
+
+
+def borders(lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Tensor:
+    """cu_seqlens of packed sequences of these lengths."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def call_of(spec: AttentionSpec, tensors: Mapping[str, Tensor], cu_q: Tensor | None = None, cu_k: Tensor | None = None) -> Call:
+    """The call that these tensors make; others among them (dy, dlse) are left out."""
+    found = {name: tensors[name] for name in LEARNED if name in tensors}
+    return Call(spec, **found, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)  # type: ignore[arg-type]

@@ -1,0 +1,135 @@
+"""Inputs of an examination: drawn as a recipe says, or the caller's own tensors, checked before anything is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backlight.problems import checks
+from backlight.problems.axes import Sizes, with_tensors
+from backlight.problems.draw import call_of, normal, parameter_dtype, repeated, settle, terms_to_draw
+from backlight.problems.problem import Problem
+from backlight.problems.recipes import RECIPES
+from backlight.spec import TERM_NAMES, AttentionSpec
+
+DEFAULT_SHAPE = (2, 4, 200, 64)
+TAU_CYCLE = (-1.0, 0.5, -2.0, -0.5)
+
+
+def make(
+    spec: AttentionSpec,
+    shape: tuple[int, int, int, int] = DEFAULT_SHAPE,
+    *,
+    kv_heads: int | None = None,
+    sk: int | None = None,
+    dv: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    recipe: str = "gaussian",
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    **given: Any,
+) -> Problem:
+    """Tensors of one recipe: q [B,Hq,S,D], k [B,kv_heads,sk,D], v [..,dv], dO like o, learned terms as the spec asks.
+
+    given: `cu_seqlens`, and terms by name: a tensor, a number of columns for `bias`, a value for every head of `tau`. Terms
+    that are not given are drawn.
+    """
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
+    cu_q, cu_k = checks.borders(given.pop("cu_seqlens", None))
+    sizes = _sizes(spec, shape, (kv_heads, sk, dv), (cu_q, cu_k), given.get("bias"))
+    checks.check_heads(sizes.heads, sizes.kv_heads)
+    checks.check_dtype("dtype", dtype)
+    device = checks.usable_device(device)
+    checks.check_room(sizes, device)
+    chosen = _chosen(spec, given, sizes.heads, dtype)
+    names = ("q", "k", "v", "dy", *terms_to_draw(spec, chosen))
+    drawn = normal(sizes, names, dtype=dtype, seed=seed, wide=torch.float32)
+    drawn["q"], drawn["k"] = RECIPES[recipe](drawn["q"], drawn["k"], spec.resolve_scale(sizes.dim))
+    placed = settle(drawn, dtype, device) | {name: x.to(device) for name, x in chosen.items()}
+    if cu_q is not None and cu_k is not None:
+        same, cu_q = cu_k is cu_q, cu_q.to(device)
+        cu_k = cu_q if same else cu_k.to(device)
+    call = call_of(spec, placed, cu_q, cu_k)
+    checks.check_call(call)
+    return Problem(call, placed["dy"], None, recipe, seed)
+
+
+def _sizes(
+    spec: AttentionSpec,
+    shape: tuple[int, int, int, int],
+    others: tuple[int | None, int | None, int | None],
+    cu_seqlens: tuple[Tensor | None, Tensor | None],
+    bias: Any,
+) -> Sizes:
+    """The lengths of all axes; kv_heads, sk and dv are those of the query side unless they are given."""
+    b, hq, sq, d = checks.four_sizes("shape", shape)
+    hkv, sk, dv = (
+        default if size is None else checks.size(name, size)
+        for name, size, default in zip(("kv_heads", "sk", "dv"), others, (hq, sq, d), strict=True)
+    )
+    cu_q, cu_k = cu_seqlens
+    if cu_q is not None and cu_k is not None:
+        b, sq, sk = 1, int(cu_q[-1]), int(cu_k[-1])
+        for name, total in (("cu_seqlens_q", sq), ("cu_seqlens_k", sk)):
+            checks.size(f"the last of {name}", total)
+    columns = bias if isinstance(bias, int) else max(1, spec.bias_origin + max(1, sk // 2)) if spec.bias else 0
+    return Sizes(b, hq, hkv, sq, sk, d, dv, columns)
+
+
+def _chosen(spec: AttentionSpec, terms: dict[str, Any], heads: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Terms that are not drawn: tensors that were given, and tau."""
+    unknown = [name for name in terms if name not in TERM_NAMES]
+    if unknown:
+        raise TypeError(f"no term is called {unknown[0]!r}; there are {', '.join(TERM_NAMES)}")
+    chosen = {name: terms[name] for name in spec.terms if isinstance(terms.get(name), Tensor)}
+    if spec.tau and "tau" not in chosen:
+        tau = terms.get("tau")
+        chosen["tau"] = repeated(TAU_CYCLE if tau is None else (tau,), heads).to(parameter_dtype(dtype))
+    return chosen
+
+
+@dataclass(frozen=True)
+class Given:
+    """Tensors of the caller's, canonical layout; q, k and v come together, and a missing dO or term is drawn."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    do: Tensor | None = None
+
+    @property
+    def any(self) -> bool:
+        return self.q is not None or self.k is not None or self.v is not None
+
+
+def given(
+    spec: AttentionSpec,
+    tensors: Given,
+    terms: dict[str, Any],
+    cu_seqlens: tuple[Tensor, Tensor] | Tensor | None = None,
+    seed: int = 0,
+) -> Problem:
+    """A problem from the user's own tensors."""
+    q, k, v, do = tensors.q, tensors.k, tensors.v, tensors.do
+    if q is None or k is None or v is None:
+        missing = [name for name, x in (("q", q), ("k", k), ("v", v)) if x is None]
+        raise ValueError(f"q, k and v must be given together, got none for {' and '.join(missing)}")
+    checks.check_qkv(q, k, v)
+    if do is not None:
+        checks.check_like_output("do", do, q, v)
+    b, hq, sq, d = q.shape
+    settings: dict[str, Any] = {
+        "kv_heads": k.shape[1],
+        "sk": k.shape[2],
+        "dv": v.shape[3],
+        "dtype": q.dtype,
+        "device": q.device,
+    }
+    drawn = make(spec, (b, hq, sq, d), seed=seed, cu_seqlens=cu_seqlens, **settings, **terms)
+    call = with_tensors(drawn.call, {"q": q.detach(), "k": k.detach(), "v": v.detach()})
+    checks.check_call(call)
+    return Problem(call, drawn.dy if do is None else do.detach().to(q.dtype), None, "captured", seed)

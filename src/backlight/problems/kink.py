@@ -1,0 +1,51 @@
+"""The kink of the elastic softmax (math.md eq. 10 and 35): which weights sit near it, and what the other side would give.
+
+A correct fp32 kernel moves p by about 1e-6 of itself, so a weight that near to -tau/n may fall on either side.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from backlight.call import Call
+from backlight.reference import STAGES, oracle
+from backlight.reference.trace import Stage
+
+# relative to tau/n: entries this close may fall on either side ...
+KINK = 3e-6
+# ... and cases are drawn again until every entry is this far away
+KINK_MARGIN = 1e-5
+
+
+def margin(call: Call) -> float:
+    """Smallest |p + tau/n| relative to |tau|/n over visible keys of heads with tau < 0; inf when there is none.
+
+    A row with one visible key and no sink has p = 1 by definition (math.md section 5), so it may sit on the kink.
+    """
+    if call.tau is None or not bool((call.tau < 0).any()):
+        return float("inf")
+    p = oracle(call, keep=["p"]).p
+    smallest = float("inf")
+    for segment in call.segments():
+        n = call.spec.visible_counts(segment.sq, segment.sk, p.device)
+        visible = call.spec.allowed(segment.sq, segment.sk, p.device)
+        if not call.spec.sink:
+            visible = visible & (n > 1)[:, None]
+        block = p[segment.batch, :, segment.q0 : segment.q1, segment.k0 : segment.k1]
+        for h in (call.tau < 0).nonzero().flatten().tolist():
+            threshold = -call.tau[h].double() / n.clamp(min=1)[:, None]
+            distance = ((block[h] - threshold).abs() / threshold)[visible]
+            smallest = min(smallest, *distance.amin().reshape(-1).tolist()) if distance.numel() else smallest
+    return smallest
+
+
+def _flipped(p: Tensor, tau: Tensor | None, n: Tensor, visible: Tensor) -> Tensor:
+    """Survivors (stage m) with every entry near the kink on its other side."""
+    if tau is None or tau >= 0:
+        return visible.to(p.dtype)
+    above = p + tau / n.clamp(min=1)
+    near = visible & (above.abs() <= KINK * -tau / n.clamp(min=1))
+    return ((visible & (above > 0)) ^ near).to(p.dtype)
+
+
+FLIPPED = STAGES | {"m": Stage.of(_flipped, "m")}

@@ -1,0 +1,45 @@
+"""Recipes: what q and k are made into after they were drawn, so that rows saturate, lean on one key or underflow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+
+def _gaussian(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return q, k
+
+
+def _peaky(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return q * 3, k
+
+
+def _dominant(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One key draws most of every row: a shared direction in q, answered by one key."""
+    d = q.shape[-1]
+    pull = (6 / (_positive(scale) * d)) ** 0.5
+    k = k.clone()
+    if k.shape[-2]:
+        k[..., k.shape[-2] // 3, :] = pull
+    return q + pull, k
+
+
+def _low_lse(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """All logits near -120: exp of a natural-log lse below -88 underflows in fp32."""
+    shift = (120 / (_positive(scale) * q.shape[-1])) ** 0.5
+    return q + shift, k - shift
+
+
+def _positive(scale: float) -> float:
+    if not scale > 0:
+        raise ValueError(f"this recipe aims at scores of a certain size, for which scale must be > 0, got {scale}")
+    return scale
+
+
+RECIPES: dict[str, Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]] = {
+    "gaussian": _gaussian,
+    "peaky": _peaky,
+    "dominant": _dominant,
+    "low_lse": _low_lse,
+}
