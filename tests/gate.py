@@ -15,16 +15,18 @@ case that comes too near is drawn again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import sha1
 
 import torch
 from torch import Tensor
 
-from backlight.call import Call
+from backlight.call import Call, all_tensors
 from backlight.doctor.steps.compare import RHO_B, RHO_PASS, Comparison, compare
 from backlight.doctor.steps.localise import worst_cell
 from backlight.problems.problem import Problem
 from backlight.reference import OUTPUTS
+from backlight.spec import TENSOR_NAMES
 
 # the truth and the measures of normal error for one call, computed once and kept: truth, eager, flashlike, noise
 Yardsticks = Problem
@@ -80,9 +82,32 @@ class Verdict:
 
 
 def measure(call: Call, dy: Tensor | None = None, dlse: Tensor | None = None) -> Yardsticks:
+    """The yardsticks of a call, kept for a while by the values of its tensors: many tests run one problem in several ways."""
     if dy is None:
         dy = torch.zeros(*call.q.shape[:3], call.v.shape[-1], dtype=call.q.dtype, device=call.q.device)
-    return Problem(call, dy, dlse)
+    key = (call.spec, call.deterministic, *[_digest(x) for x in (*all_tensors(call), dy, dlse)])
+    found = _measured.pop(key, None) or Problem(*_copied(call, dy, dlse))
+    # the newest last
+    _measured[key] = found
+    if len(_measured) > KEPT:
+        del _measured[next(iter(_measured))]
+    return found
+
+
+KEPT = 16
+_measured: dict[tuple[object, ...], Yardsticks] = {}
+
+
+def _digest(x: Tensor | None) -> tuple[object, ...] | None:
+    if x is None:
+        return None
+    return tuple(x.shape), x.dtype, x.device, sha1(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).digest()
+
+
+def _copied(call: Call, dy: Tensor, dlse: Tensor | None) -> tuple[Call, Tensor, Tensor | None]:
+    """The problem in memory of its own: yardsticks are computed at need, and a test may change its tensors before."""
+    tensors = {name: x.detach().clone() for name, x in zip(TENSOR_NAMES, all_tensors(call), strict=True) if x is not None}
+    return replace(call, **tensors), dy.detach().clone(), None if dlse is None else dlse.detach().clone()
 
 
 def judge(

@@ -125,6 +125,27 @@ def test_context_parallel_refuses_it(package: Path) -> None:
     assert "['pull']" in run(package, code)
 
 
+def test_the_doctor_refuses_it(package: Path) -> None:
+    """Nobody told it how such a term is drawn, and a kernel must not be judged without it."""
+    edit(package, *DECLARED)
+    code = "from backlight.doctor import diagnose\ndiagnose(backlight.attention, backlight.AttentionSpec(pull=True))"
+    assert "nothing is known about how to draw pull" in refused(package, code)
+
+
+def test_peers_and_contenders_refuse_it(package: Path) -> None:
+    edit(package, *DECLARED)
+    code = "from backlight.peers.features import features_of\nfeatures_of('flex', {'pull': pull}, ('causal',))"
+    assert "flex has no pull" in refused(package, code)
+    code = """
+from types import SimpleNamespace
+from backlight.bench.contender import cannot
+from backlight.bench.contenders.eager import ABLE
+case = SimpleNamespace(spec=backlight.AttentionSpec(pull=True), varlen=False, window=(None, None), softcap=None)
+print(cannot("eager", SimpleNamespace(case=case), ABLE))
+"""
+    assert run(package, code).strip() == "eager cannot express pull"
+
+
 def test_the_page_names_few_files() -> None:
     """The files of the walk and those that hold the mathematics: as many as the page says, and they exist."""
     steps = PAGE.read_text().partition("<!-- files -->")[2].partition("<!-- end of files -->")[0]

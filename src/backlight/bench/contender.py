@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backlight.bench.workload import Tensors, Workload
-from backlight.spec import LEARNED, TENSORS, TERM_NAMES
+from backlight.spec import LEARNED, SEQUENCE_OF, TERM_NAMES
 
 AUTOGRAD, BARE = "autograd", "bare op"
 # what an adapter that compiles says as `compiles`: anew for every shape, or once for a kind of call whatever its lengths
@@ -19,7 +19,7 @@ PER_SHAPE, PER_KIND = "every shape", "every kind"
 Layout = Callable[[Tensor], Tensor]
 TERM_WORDS = {"bias": "a bias by distance", "sink": "a sink", "tau": "the elastic softmax (tau)", "gate": "a gate"}
 # tensors with rows and columns of their own; the others are [Hq] or [Hq, n] in every layout
-ROW_TENSORS = tuple(each.name for each in TENSORS if each.by_rows)
+ROW_TENSORS = tuple(SEQUENCE_OF)
 
 
 class Adapter(Protocol):
