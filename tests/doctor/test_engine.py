@@ -331,6 +331,7 @@ def test_users_own_tensors() -> None:
     assert report.recipe["dtype"] == "float32"
 
 
+@pytest.mark.slow
 def test_large_problems_are_explained_on_a_smaller_one() -> None:
     problem_shape = (1, 16, 520, 8)
     report = doctor.diagnose(broken.subject("delta-missing"), CAUSAL, shape=problem_shape)

@@ -54,7 +54,7 @@ def nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "describable", lambda tensor: True)
 
 
-@pytest.mark.parametrize("target", [SM80, GFX942], ids=["sm_80", "gfx942"])
+@pytest.mark.parametrize("target", [SM80, pytest.param(GFX942, marks=pytest.mark.slow)], ids=["sm_80", "gfx942"])
 @pytest.mark.parametrize("spec", [{"causal": True}, {"causal": True, "bias": True}], ids=["causal", "bias"])
 def test_compiles_elsewhere(target: GPUTarget, spec: dict[str, object]) -> None:
     names = set()
@@ -66,6 +66,7 @@ def test_compiles_elsewhere(target: GPUTarget, spec: dict[str, object]) -> None:
     assert names == {"_fwd_kernel", "_delta_kernel", "_dq_kernel", "_dkdv_kernel"} | with_bias
 
 
+@pytest.mark.slow
 def test_what_is_written_in_ptx_compiles_for_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host.Launch, "nvidia", True)
     for launched in launches_of(call_of(**EVERYTHING)):
@@ -113,6 +114,7 @@ def test_a_term_that_is_absent_leaves_no_trace() -> None:
 
 
 @pytest.mark.usefixtures("nvidia")
+@pytest.mark.slow
 def test_wide_heads_in_fp32_compile_quickly_and_fit() -> None:
     """Their products are unrolled: 32 x 32 tiles of four warps kept ptxas busy for most of a minute, and only the largest cards
     had the shared memory for them."""
