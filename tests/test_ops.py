@@ -11,9 +11,10 @@ from torch.autograd.gradcheck import gradcheck
 from torch.utils.checkpoint import checkpoint
 
 import backlight
+from backlight.spec import LEARNED
 from cases import BF16, BY_NAME, FP16, FP32, FP64, SINGLES, TAU, TOGETHER, Case, case_id, compose, small
 from gate import judge
-from running import TENSORS, forward, leaves, run
+from running import forward, leaves, run
 
 EVERYTHING = BY_NAME["everything,batched,sq<sk"]
 
@@ -46,7 +47,7 @@ def test_gradcheck_positive_and_negative_tau() -> None:
         assert gradcheck(lambda q, k, v, tau: backlight.attention(q, k, v, causal=True, tau=tau), (q, k, v, tau))
 
 
-@pytest.mark.parametrize("wanted", TENSORS)
+@pytest.mark.parametrize("wanted", LEARNED)
 def test_gradient_of_one_argument_alone(wanted: str) -> None:
     """Only this tensor requires a gradient: it gets the same one, the others get none."""
     problem = EVERYTHING.make(FP32)
@@ -59,7 +60,7 @@ def test_gradient_of_one_argument_alone(wanted: str) -> None:
     assert [name for name, x in inputs.items() if x.grad is not None] == [wanted]
 
 
-@pytest.mark.parametrize("frozen", TENSORS)
+@pytest.mark.parametrize("frozen", LEARNED)
 def test_gradient_of_all_but_one(frozen: str) -> None:
     problem = EVERYTHING.make(FP32)
     full = run(problem)

@@ -26,8 +26,8 @@ from backlight.reference import (
     graph,
     oracle,
 )
+from backlight.spec import LEARNED
 from cases import BF16, BY_NAME, FEATURES, FP16, FP32, FP64, SINGLES, TOGETHER, Case, case_id, compatible, compose, small
-from running import TENSORS
 
 compositions = st.sets(st.sampled_from(sorted(FEATURES))).filter(compatible).map(lambda features: compose(*sorted(features)))
 INPUTS = ("q", "k", "v", "bias", "sink", "tau", "gate", "dy", "dlse")
@@ -114,13 +114,13 @@ class Differentiable(torch.autograd.Function):
 
 
 def rebind(call: Call, tensors: dict[str, Tensor]) -> Call:
-    terms = [tensors.get(name) for name in TENSORS]
+    terms = [tensors.get(name) for name in LEARNED]
     return Call(call.spec, *terms, call.cu_seqlens_q, call.cu_seqlens_k)
 
 
 def check_gradients(case: Case, seed: int = 0, fast: bool = False) -> None:
     call = small(case).make(FP64, seed, margin=1e-3).call
-    names = tuple(name for name in TENSORS if getattr(call, name) is not None)
+    names = tuple(name for name in LEARNED if getattr(call, name) is not None)
     tensors = [getattr(call, name).clone().requires_grad_() for name in names]
     assert gradcheck(lambda *inputs: Differentiable.apply(call, names, *inputs), tensors, fast_mode=fast)
 
