@@ -14,8 +14,9 @@ pytest.importorskip("triton")
 from aot import SHARED_MEMORY, TRITON, Report, compiled
 from modules import module_of
 
-from backlight.backends.hopper import consumer, forward, tiles
 from backlight.backends.hopper.config import elastic_config, forward_config
+from backlight.backends.hopper.forward import consumer, tiles
+from backlight.backends.hopper.forward import kernel as forward
 from backlight.call import Call
 from backlight.spec import AttentionSpec
 

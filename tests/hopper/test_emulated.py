@@ -14,20 +14,15 @@ pytest.importorskip("triton")
 import emulator
 from modules import mutant
 
-from backlight.backends.hopper import (
-    BACKEND,
-    apart,
-    backward,
-    consumer,
-    dq,
-    forward,
-    prepass,
-    primitives,
-    producer,
-    rowblock,
-    tiles,
-)
+from backlight.backends.hopper import BACKEND, primitives
+from backlight.backends.hopper.backward import dq_rows as dq
+from backlight.backends.hopper.backward import kernel as backward
+from backlight.backends.hopper.backward import narrow as apart
+from backlight.backends.hopper.backward import prepass
+from backlight.backends.hopper.backward import row_block as rowblock
 from backlight.backends.hopper.config import BackwardConfig, DqConfig, ForwardConfig
+from backlight.backends.hopper.forward import consumer, producer, tiles
+from backlight.backends.hopper.forward import kernel as forward
 from backlight.config import override
 from cases import CASES, FP16, Case, Problem, case_id
 from gate import judge

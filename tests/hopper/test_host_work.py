@@ -35,8 +35,9 @@ from backlight import binding
 from backlight._private import names
 from backlight._private import triton as private_triton
 from backlight.backends import hopper
-from backlight.backends.hopper import compiled, forward, launch
+from backlight.backends.hopper import compiled, launch
 from backlight.backends.hopper.config import BackwardConfig, ForwardConfig
+from backlight.backends.hopper.forward import kernel as forward
 from backlight.backends.replaying import program, replay
 from backlight.call import Call, Memory
 from backlight.config import override

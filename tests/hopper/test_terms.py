@@ -11,7 +11,9 @@ pytest.importorskip("triton")
 import emulator
 from modules import mutant
 
-from backlight.backends.hopper import BACKEND, consumer, elastic, forward, terms, tiles
+from backlight.backends.hopper import BACKEND, terms
+from backlight.backends.hopper.forward import consumer, elastic, tiles
+from backlight.backends.hopper.forward import kernel as forward
 from backlight.reference import oracle
 from cases import CASES, FP16, Case, case_id
 from gate import judge

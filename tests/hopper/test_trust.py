@@ -13,8 +13,11 @@ pytest.importorskip("triton")
 from modules import mutant
 from test_terms import examine
 
-from backlight.backends.hopper import again, consumer, elastic, forward, producer, terms, tiles
+from backlight.backends.hopper import terms
 from backlight.backends.hopper.config import ForwardConfig
+from backlight.backends.hopper.forward import consumer, elastic, producer, tiles
+from backlight.backends.hopper.forward import kernel as forward
+from backlight.backends.hopper.forward import overflow as again
 from backlight.config import override
 from backlight.reference import oracle
 from cases import FP16, Case, case_id

@@ -13,23 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from backlight.backends.hopper.again import kept, largest_sum, ticket_of, valid
 from backlight.backends.hopper.compat import arguments, warpgroup_mma_wait
-from backlight.backends.hopper.primitives import (
-    INF,
-    WM,
-    as_weights,
-    bar_arrive,
-    bar_sync,
-    mma_over_columns,
-    phase_of,
-    rescaled,
-    softmax_step,
-    stage_of,
-    store_tile,
-)
-from backlight.backends.hopper.terms import sigmoid
-from backlight.backends.hopper.tiles import (
+from backlight.backends.hopper.forward.overflow import kept, largest_sum, ticket_of, valid
+from backlight.backends.hopper.forward.tiles import (
     END,
     HEAD,
     K_EMPTY,
@@ -49,6 +35,20 @@ from backlight.backends.hopper.tiles import (
     view_of,
     with_bias,
 )
+from backlight.backends.hopper.primitives import (
+    INF,
+    WM,
+    as_weights,
+    bar_arrive,
+    bar_sync,
+    mma_over_columns,
+    phase_of,
+    rescaled,
+    softmax_step,
+    stage_of,
+    store_tile,
+)
+from backlight.backends.hopper.terms import sigmoid
 
 
 @arguments

@@ -17,28 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from backlight.backends.hopper.again import LARGEST_SUM, kept, ticket_of, valid
 from backlight.backends.hopper.compat import arguments, warpgroup_mma_wait
-from backlight.backends.hopper.primitives import (
-    INF,
-    WM,
-    bar_arrive,
-    mma_over_columns,
-    phase_of,
-    softmax_step,
-    stage_of,
-    store_tile,
-)
-from backlight.backends.hopper.terms import (
-    LOG2E,
-    sigmoid,
-    survivors,
-    survivors_of,
-    threshold,
-    visible_count,
-    weights16,
-)
-from backlight.backends.hopper.tiles import (
+from backlight.backends.hopper.forward.overflow import LARGEST_SUM, kept, ticket_of, valid
+from backlight.backends.hopper.forward.tiles import (
     END,
     HEAD,
     K_EMPTY,
@@ -57,6 +38,25 @@ from backlight.backends.hopper.tiles import (
     trusting,
     view_of,
     with_bias,
+)
+from backlight.backends.hopper.primitives import (
+    INF,
+    WM,
+    bar_arrive,
+    mma_over_columns,
+    phase_of,
+    softmax_step,
+    stage_of,
+    store_tile,
+)
+from backlight.backends.hopper.terms import (
+    LOG2E,
+    sigmoid,
+    survivors,
+    survivors_of,
+    threshold,
+    visible_count,
+    weights16,
 )
 
 

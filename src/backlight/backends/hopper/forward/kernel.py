@@ -29,13 +29,13 @@ from backlight.backends.hopper.config import (
     heads_together,
     share_q_and_o,
 )
-from backlight.backends.hopper.consumer import plain_consumer
-from backlight.backends.hopper.elastic import elastic_consumer
+from backlight.backends.hopper.forward.consumer import plain_consumer
+from backlight.backends.hopper.forward.elastic import elastic_consumer
+from backlight.backends.hopper.forward.producer import producer
+from backlight.backends.hopper.forward.tiles import K_EMPTY, SLOT
 from backlight.backends.hopper.launch import Launch, multiprocessors, readable
 from backlight.backends.hopper.primitives import LN2, WM, barriers
-from backlight.backends.hopper.producer import producer
 from backlight.backends.hopper.terms import cap_factor, single, table_of
-from backlight.backends.hopper.tiles import K_EMPTY, SLOT
 from backlight.call import Call
 from backlight.spec import LOG2E
 

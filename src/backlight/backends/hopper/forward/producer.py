@@ -7,9 +7,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from backlight.backends.hopper.again import first_again, next_again
+from backlight.backends.hopper.forward.overflow import first_again, next_again
+from backlight.backends.hopper.forward.tiles import END, K_EMPTY, draw, lengths, place, publish, q_buffer, q_phase, tile_blocks
 from backlight.backends.hopper.primitives import WM, bar_sync, load_tile, stage_of
-from backlight.backends.hopper.tiles import END, K_EMPTY, draw, lengths, place, publish, q_buffer, q_phase, tile_blocks
 
 
 @gluon.jit

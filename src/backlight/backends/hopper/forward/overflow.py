@@ -10,8 +10,8 @@ scores alone, so that the result does not depend on the order in which tiles are
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from backlight.backends.hopper.forward.tiles import TICKET, lengths, published
 from backlight.backends.hopper.primitives import WM
-from backlight.backends.hopper.tiles import TICKET, lengths, published
 
 
 @gluon.jit
