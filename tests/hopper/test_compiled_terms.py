@@ -83,8 +83,8 @@ def examine(call: Call, terms: tuple[str, ...]) -> None:
         # a thread meets 34 distances in 64 x 128 scores, 18 in 64 x 64; blocks at several places in the code of each warpgroup:
         # the first and the others, with tau the sweep for lse as well, where those without a mask may have a loop of their own
         loads = sum(n for name, n in report.opcodes.items() if name.startswith("LDG") and "CONSTANT" in name)
-        trusted = config.trust and call.spec.left is None and call.spec.softcap is None
-        places = 2 + (0 if call.tau is None else 1 + trusted)
+        kept = config.keep_first_max and call.spec.left is None and call.spec.softcap is None
+        places = 2 + (0 if call.tau is None else 1 + kept)
         assert loads == (config.block_n // 8 + 1) * 2 * places * consumers, f"{report}: {loads} loads of the table"
 
 
@@ -128,7 +128,7 @@ def test_a_plain_kernel_holds_no_trace_of_terms(tmp_path: Path, monkeypatch: pyt
     without = module_of(tmp_path / "forward_without.py", Path(forward.__file__).read_text())
     consumer_without = cut(consumer, "consumer_without.py")
     tiles_without = cut(tiles, "tiles_without.py")
-    for name in ("cap_of", "first_sums", "nearest", "scored", "seen_scores", "trusting", "view_of", "with_bias"):
+    for name in ("cap_of", "first_sums", "far_blocks_end", "scored", "seen_scores", "first_max_step", "view_of", "with_bias"):
         monkeypatch.setattr(consumer_without, name, getattr(tiles_without, name))
     monkeypatch.setattr(without, "plain_consumer", consumer_without.plain_consumer)
     assert instructions(report) == instructions(report_of(call, without))

@@ -197,7 +197,7 @@ def test_needs(needs: tuple[str, ...]) -> None:
     ("old", "new"),
     [
         ("mbarrier.wait(p.v_full.index(previous), phase_of(count - 1, ST))", "pass"),
-        ("bar_arrive(p.V_EMPTY + previous, p.EVERYBODY)", "pass"),
+        ("bar_arrive(p.V_EMPTY + previous, p.RING_THREADS)", "pass"),
         ("s = warpgroup_mma_wait(1, deps=[s_token])", "s = warpgroup_mma_wait(2, deps=[s_token])"),
         ("    tma.store_wait(0)\n    if p.PINGPONG and W == 0:", "    if p.PINGPONG and W == 0:"),
         ("        if count >= ST - i:\n", "        if count < 0:\n"),

@@ -18,24 +18,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from backlight.backends.hopper.compat import arguments, warpgroup_mma_wait
-from backlight.backends.hopper.forward.overflow import LARGEST_SUM, kept, ticket_of, valid
+from backlight.backends.hopper.forward.overflow import LARGEST_SUM, rows_to_store, stores_tile, ticket_of
 from backlight.backends.hopper.forward.tiles import (
     END,
     HEAD,
     K_EMPTY,
     cap_of,
+    far_blocks_end,
+    first_max_step,
     first_sums,
     hide,
     load_gate,
     lse_of,
-    nearest,
     place_of,
-    published,
     q_buffer,
     q_phase,
+    read_field,
     scored,
     seen_in,
-    trusting,
     view_of,
     with_bias,
 )
@@ -70,26 +70,26 @@ class Weighing:
 
 
 @gluon.jit
-def pass_by(full, EMPTY: gl.constexpr, count, p):
+def skip_stage(full, EMPTY: gl.constexpr, count, p):
     """Release a tile of a ring that this warpgroup has no use for."""
     mbarrier.wait(full.index(stage_of(count, p.ST)), phase_of(count, p.ST))
-    bar_arrive(EMPTY + stage_of(count, p.ST), p.EVERYBODY)
+    bar_arrive(EMPTY + stage_of(count, p.ST), p.RING_THREADS)
     return count + 1
 
 
 @gluon.jit
-def pass_keys(p, n, k_count):
+def skip_keys(p, n, k_count):
     for _ in range(n):
-        k_count = pass_by(p.k_full, K_EMPTY, k_count, p)
+        k_count = skip_stage(p.k_full, K_EMPTY, k_count, p)
     return k_count
 
 
 @gluon.jit
-def pass_both(p, n, k_count, v_count):
+def skip_keys_and_values(p, n, k_count, v_count):
     """K and V in turns, as they come."""
     for _ in range(n):
-        k_count = pass_by(p.k_full, K_EMPTY, k_count, p)
-        v_count = pass_by(p.v_full, p.V_EMPTY, v_count, p)
+        k_count = skip_stage(p.k_full, K_EMPTY, k_count, p)
+        v_count = skip_stage(p.v_full, p.V_EMPTY, v_count, p)
     return k_count, v_count
 
 
@@ -100,7 +100,7 @@ def take_scores(p, q, count, s_l: gl.constexpr):
     mbarrier.wait(p.k_full.index(stage), phase_of(count, p.ST))
     token = mma_over_columns(q, p.k_s.index(stage), gl.zeros([WM, p.BN], gl.float32, s_l), p.D)
     s = warpgroup_mma_wait(0, deps=[token])
-    bar_arrive(K_EMPTY + stage, p.EVERYBODY)
+    bar_arrive(K_EMPTY + stage, p.RING_THREADS)
     return s
 
 
@@ -115,13 +115,13 @@ class Output:
 
 
 @gluon.jit
-def weighed(p, view, weighing, s, block, near):
+def weighed(p, view, weighing, s, block, far_end):
     """Shifted weights of a block's products, -inf where a key is hidden."""
     row_l: gl.constexpr = gl.SliceLayout(1, s.type.layout)
     s = scored(p, s, cap_of(p, s))
     share = gl.expand_dims(gl.convert_layout(weighing.share, row_l, assert_trivial=True), 1)
     lse2 = gl.expand_dims(gl.convert_layout(weighing.lse2, row_l, assert_trivial=True), 1)
-    if block >= near:
+    if block >= far_end:
         s = with_bias(p, view, s, block)
     weight = gl.exp2(s * p.unit_log2 - lse2) + share
     if p.HAS_LEFT or p.HAS_RIGHT or not p.EVEN:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
@@ -162,7 +162,7 @@ def add_products(p, rows, stage):
 
 
 @gluon.jit
-def advance(p, q, view, weighing, rows, k_count, v_count, block, near):
+def advance(p, q, view, weighing, rows, k_count, v_count, block, far_end):
     """S of a block, the products of the one before it, then the weights of this block under those."""
     s_l: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, p.BN, 16])
     stage = stage_of(k_count, p.ST)
@@ -171,15 +171,15 @@ def advance(p, q, view, weighing, rows, k_count, v_count, block, near):
     mbarrier.wait(p.v_full.index(previous), phase_of(v_count - 1, p.ST))
     o, u = add_products(p, rows, previous)
     s = warpgroup_mma_wait(2 if p.SAVE_U else 1, deps=[s_token])
-    bar_arrive(K_EMPTY + stage, p.EVERYBODY)
-    weight = weighed(p, view, weighing, s, block, near)
+    bar_arrive(K_EMPTY + stage, p.RING_THREADS)
+    weight = weighed(p, view, weighing, s, block, far_end)
     # ends the basic block: ptxas would move the wait for the products above the weights
     mbarrier.wait(p.k_full.index(stage_of(k_count + 1, p.ST)), phase_of(k_count + 1, p.ST), pred=block > view.begin)
     if p.SAVE_U:
         o, u, weight = warpgroup_mma_wait(0, deps=[o, u, weight])
     else:
         o, weight = warpgroup_mma_wait(0, deps=[o, weight])
-    bar_arrive(p.V_EMPTY + previous, p.EVERYBODY)
+    bar_arrive(p.V_EMPTY + previous, p.RING_THREADS)
     o_l: gl.constexpr = rows.o.type.layout
     a, m = operands(p, weighing, weight, o_l)
     return Output(o, u, a, m)
@@ -197,7 +197,7 @@ def elastic_consumer(p, W: gl.constexpr):
     row_l: gl.constexpr = gl.SliceLayout(1, s_l)
 
     mbarrier.wait(p.q_full.index(W), 0)
-    head = published(p, 0, HEAD)
+    head = read_field(p, 0, HEAD)
     k_count = head * 0
     v_count = head * 0
     turn = head * 0
@@ -210,9 +210,9 @@ def elastic_consumer(p, W: gl.constexpr):
 
         row_max, row_sum = first_sums(p, head, s_l)
         if p.HAS_RIGHT:
-            k_count = pass_keys(p, view.tile_end - view.end, k_count)
-        near = nearest(p, view, ticket < 0, True)
-        band = nearest(p, view, ticket < 0, not p.TRUST_BIAS)
+            k_count = skip_keys(p, view.tile_end - view.end, k_count)
+        far_end = far_blocks_end(p, view, ticket < 0, True)
+        band = far_blocks_end(p, view, ticket < 0, not p.BIAS_KEEPS_MAX)
         for j in range(view.end - band):
             block = view.end - 1 - j
             s = take_scores(p, q, k_count, s_l)
@@ -222,29 +222,29 @@ def elastic_consumer(p, W: gl.constexpr):
                 if (block >= view.plain_end) | (block < view.plain_begin):
                     s = hide(p, s, view.position, block, view.sk)
             _p, row_max, row_sum, _rescale = softmax_step(s, row_max, row_sum, p.unit_log2, MASKED)
-        if p.TRUST_BIAS:
-            for j in range(band - near):
+        if p.BIAS_KEEPS_MAX:
+            for j in range(band - far_end):
                 s = take_scores(p, q, k_count, s_l)
                 k_count += 1
-                _p, row_sum = trusting(p, with_bias(p, view, s, band - 1 - j), s, row_max, row_sum)
+                _p, row_sum = first_max_step(p, with_bias(p, view, s, band - 1 - j), s, row_max, row_sum)
         if p.FAR:
-            for _ in range(near - view.begin):
+            for _ in range(far_end - view.begin):
                 s = take_scores(p, q, k_count, s_l)
                 k_count += 1
                 y = cap_of(p, s)
-                if p.TRUST:
-                    _p, row_sum = trusting(p, s, y, row_max, row_sum)
+                if p.KEEP_FIRST_MAX:
+                    _p, row_sum = first_max_step(p, s, y, row_max, row_sum)
                 else:
                     _p, row_max, row_sum, _rescale = softmax_step(scored(p, s, y), row_max, row_sum, p.unit_log2, False)
         if p.HAS_LEFT:
-            k_count = pass_keys(p, view.begin - view.tile_begin, k_count)
+            k_count = skip_keys(p, view.begin - view.tile_begin, k_count)
         total = gl.convert_layout(gl.sum(row_sum, 1), row_l, assert_trivial=True)
         lse = gl.where(total == 0.0, -INF, lse_of(p, row_max, total))
         # read again: registers are short in the loops
         head, i0, q_start, sq, _ = place_of(p, turn & 3, W)
         numbers = i0 + gl.arange(0, WM, row_l)
         lse_row = head.to(gl.int64) * p.sq + q_start
-        keep = kept(p, total, numbers, sq, ticket_of(p, turn & 3), lse_row, i0, LARGEST_SUM, W)
+        keep = rows_to_store(p, total, numbers, sq, ticket_of(p, turn & 3), lse_row, i0, LARGEST_SUM, W)
         gl.store(p.lse_ptr + lse_row + numbers, lse, mask=keep)
 
         # from the natural logarithm, which the backward reads: both decide alike who survives
@@ -253,16 +253,16 @@ def elastic_consumer(p, W: gl.constexpr):
         n = visible_count(view.position, view.sk, p.left, p.right, p.HAS_LEFT, p.HAS_RIGHT)
         weighing = Weighing(lse2, tau / gl.maximum(n, 1).to(gl.float32), threshold(tau))
         if p.HAS_RIGHT:
-            k_count, v_count = pass_both(p, view.tile_end - view.end, k_count, v_count)
-        near = nearest(p, view, ticket_of(p, turn & 3) < 0, True)
+            k_count, v_count = skip_keys_and_values(p, view.tile_end - view.end, k_count, v_count)
+        far_end = far_blocks_end(p, view, ticket_of(p, turn & 3) < 0, True)
         s = take_scores(p, q, k_count, s_l)
         k_count += 1
         v_count += 1
-        a, m = operands(p, weighing, weighed(p, view, weighing, s, view.end - 1, near), o_l)
+        a, m = operands(p, weighing, weighed(p, view, weighing, s, view.end - 1, far_end), o_l)
         rows = Output(gl.zeros([WM, BDV], gl.float32, o_l), gl.zeros([WM, BDV], gl.float32, o_l), a, m)
         mbarrier.wait(p.k_full.index(stage_of(k_count, ST)), phase_of(k_count, ST), pred=view.end - view.begin > 1)
         for j in range(view.end - 1 - view.begin):
-            rows = advance(p, q, view, weighing, rows, k_count, v_count, view.end - 2 - j, near)
+            rows = advance(p, q, view, weighing, rows, k_count, v_count, view.end - 2 - j, far_end)
             k_count += 1
             v_count += 1
         mbarrier.arrive(p.q_empty.index(q_buffer(p, turn, W)), count=1)
@@ -273,7 +273,7 @@ def elastic_consumer(p, W: gl.constexpr):
             o, u = warpgroup_mma_wait(0, deps=[o, u])
         else:
             o = warpgroup_mma_wait(0, deps=[o])
-        bar_arrive(p.V_EMPTY + last, p.EVERYBODY)
+        bar_arrive(p.V_EMPTY + last, p.RING_THREADS)
         head, i0, q_start, sq, sk = place_of(p, turn & 3, W)
         b = head // p.heads
         h = head % p.heads
@@ -291,13 +291,13 @@ def elastic_consumer(p, W: gl.constexpr):
             u = u * gl.expand_dims(1.0 / gl.maximum(n, 1).to(gl.float32), 1)
             p.u_s.index(W).store(u.to(dtype))
         fence_async_shared()
-        if valid(p, ticket_of(p, turn & 3), W):
+        if stores_tile(p, ticket_of(p, turn & 3), W):
             store_tile(p.o_desc, b, h, q_start, sq, i0, o_s, p.VARLEN)
             if p.SAVE_U:
                 store_tile(p.u_desc, b, h, q_start, sq, i0, p.u_s.index(W), p.VARLEN)
         if p.HAS_LEFT:
-            k_count, v_count = pass_both(p, view.begin - view.tile_begin, k_count, v_count)
+            k_count, v_count = skip_keys_and_values(p, view.begin - view.tile_begin, k_count, v_count)
         turn += 1
         mbarrier.wait(p.q_full.index(q_buffer(p, turn, W)), q_phase(p, turn))
-        head = published(p, turn & 3, HEAD)
+        head = read_field(p, turn & 3, HEAD)
     tma.store_wait(0)

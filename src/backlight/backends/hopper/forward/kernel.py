@@ -62,7 +62,7 @@ class Forward:
     o_s: gl.shared_memory_descriptor
     u_s: Maybe
     tile_s: gl.shared_memory_descriptor
-    again_s: Maybe
+    overflow_s: Maybe
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
@@ -99,9 +99,9 @@ class Forward:
     PINGPONG: gl.constexpr
     SHARE_QO: gl.constexpr
     QB: gl.constexpr
-    TRUST_BIAS: gl.constexpr
+    BIAS_KEEPS_MAX: gl.constexpr
     FAR: gl.constexpr
-    TRUST: gl.constexpr
+    KEEP_FIRST_MAX: gl.constexpr
     SOFTCAP: gl.constexpr
     BIAS: gl.constexpr
     SINK: gl.constexpr
@@ -110,7 +110,7 @@ class Forward:
     SAVE_U: gl.constexpr
     V_EMPTY: gl.constexpr
     TURN: gl.constexpr
-    EVERYBODY: gl.constexpr
+    RING_THREADS: gl.constexpr
 
 
 @gluon.jit
@@ -185,7 +185,7 @@ def _fwd_kernel(
     VARLEN: gl.constexpr,
     PINGPONG: gl.constexpr,
     SHARE_QO: gl.constexpr,
-    TRUST: gl.constexpr,
+    KEEP_FIRST_MAX: gl.constexpr,
     QB: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
@@ -205,11 +205,11 @@ def _fwd_kernel(
     if gate_desc is not None:
         gate_full = barriers(NC, 1)
     tile_s = gl.allocate_shared_memory(gl.int32, [4 * SLOT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    again_s = None
-    if TRUST:
-        again_s = gl.allocate_shared_memory(gl.int32, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    overflow_s = None
+    if KEEP_FIRST_MAX:
+        overflow_s = gl.allocate_shared_memory(gl.int32, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         for w in gl.static_range(NC):
-            again_s.index(w).store(gl.full([1], -1, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+            overflow_s.index(w).store(gl.full([1], -1, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
     args = Forward(
         q_desc=q_desc,
         k_desc=k_desc,
@@ -231,7 +231,7 @@ def _fwd_kernel(
         o_s=o_s,
         u_s=u_s,
         tile_s=tile_s,
-        again_s=again_s,
+        overflow_s=overflow_s,
         q_full=barriers(NC if QB == 1 else QB * SLOTS, 1),
         q_empty=barriers(NC if QB == 1 else QB * SLOTS, 1),
         k_full=barriers(ST, 1),
@@ -268,9 +268,9 @@ def _fwd_kernel(
         PINGPONG=PINGPONG,
         SHARE_QO=SHARE_QO,
         QB=QB,
-        TRUST_BIAS=TRUST and table_ptr is not None and cap_factor is None,
+        BIAS_KEEPS_MAX=KEEP_FIRST_MAX and table_ptr is not None and cap_factor is None,
         FAR=not HAS_LEFT,
-        TRUST=TRUST,
+        KEEP_FIRST_MAX=KEEP_FIRST_MAX,
         SOFTCAP=cap_factor is not None,
         BIAS=table_ptr is not None,
         SINK=sink_ptr is not None,
@@ -279,7 +279,7 @@ def _fwd_kernel(
         SAVE_U=u_desc is not None,
         V_EMPTY=K_EMPTY + ST,
         TURN=K_EMPTY + 2 * ST,
-        EVERYBODY=NC * 128 + 32,
+        RING_THREADS=NC * 128 + 32,
     )
     fence_async_shared()
     if NC == 2:
@@ -375,7 +375,7 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
             "LATE_RESCALE": config.late_rescale,
             "PINGPONG": config.pingpong,
             "SHARE_QO": share_q_and_o(config, launch.bd, launch.bdv),
-            "TRUST": config.trust and call.spec.left is None,
+            "KEEP_FIRST_MAX": config.keep_first_max and call.spec.left is None,
             "QB": config.q_buffers,
             **launch.flags,
         }

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from backlight.backends.hopper.forward.overflow import first_again, next_again
+from backlight.backends.hopper.forward.overflow import first_overflows, next_overflows
 from backlight.backends.hopper.forward.tiles import END, K_EMPTY, draw, lengths, place, publish, q_buffer, q_phase, tile_blocks
 from backlight.backends.hopper.primitives import WM, bar_sync, load_tile, stage_of
 
@@ -17,7 +17,7 @@ def feed(p, desc, tiles, full, EMPTY: gl.constexpr, count, b, h, start, length, 
     """Rows of a key head into the next stage of a ring, once it is free."""
     stage = stage_of(count, p.ST)
     if count >= p.ST:
-        bar_sync(EMPTY + stage, p.EVERYBODY)
+        bar_sync(EMPTY + stage, p.RING_THREADS)
     mbarrier.expect(full.index(stage), desc.block_type.nbytes)
     load_tile(desc, b, h, start, length, row, full.index(stage), tiles.index(stage), p.VARLEN)
 
@@ -75,16 +75,16 @@ def producer(p):
             turn += 1
         elif p.QB > 1:
             tile = draw(p, tile)
-    if p.TRUST:
+    if p.KEEP_FIRST_MAX:
         for i in gl.static_range(p.QB):
             for w in gl.static_range(p.NC):
                 mbarrier.wait(p.q_empty.index(q_buffer(p, turn + i, w)), q_phase(p, turn + i) ^ 1)
         # numbers of tiles fall in each warpgroup's list: what several have in common is done once
-        tiles = first_again(p)
+        tiles = first_overflows(p)
         tile = gl.maximum(gl.maximum(tiles[0], tiles[1]), tiles[2])
         while tile >= 0:
             head, z, block, _ = place(p, tile)
-            tiles, owners = next_again(p, tiles, tile, head, z, block)
+            tiles, owners = next_overflows(p, tiles, tile, head, z, block)
             _, count = send(p, tile, head, z, block, -1 - (8 * tile + owners), count, turn)
             turn += 1
             tile = gl.maximum(gl.maximum(tiles[0], tiles[1]), tiles[2])
@@ -92,9 +92,9 @@ def producer(p):
     k_count = count * 2 if p.TAU else count
     for i in gl.static_range(ST):
         if k_count >= ST - i:
-            bar_sync(K_EMPTY + stage_of(k_count + i, ST), p.EVERYBODY)
+            bar_sync(K_EMPTY + stage_of(k_count + i, ST), p.RING_THREADS)
         if count >= ST - i:
-            bar_sync(p.V_EMPTY + stage_of(count + i, ST), p.EVERYBODY)
+            bar_sync(p.V_EMPTY + stage_of(count + i, ST), p.RING_THREADS)
     publish(p, turn & 3, END, 0, 0, 0)
     for w in gl.static_range(p.NC):
         mbarrier.wait(p.q_empty.index(q_buffer(p, turn, w)), q_phase(p, turn) ^ 1)

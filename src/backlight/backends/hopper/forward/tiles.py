@@ -100,7 +100,7 @@ def publish(p, slot, head, z, block, ticket):
     p.tile_s.index(slot * SLOT + HEAD).store(gl.full([1], head, gl.int32, one))
     p.tile_s.index(slot * SLOT + SEGMENT).store(gl.full([1], z, gl.int32, one))
     p.tile_s.index(slot * SLOT + BLOCK).store(gl.full([1], block, gl.int32, one))
-    if p.TRUST:
+    if p.KEEP_FIRST_MAX:
         p.tile_s.index(slot * SLOT + TICKET).store(gl.full([1], ticket, gl.int32, one))
 
 
@@ -119,7 +119,7 @@ def q_phase(p, turn):
 
 
 @gluon.jit
-def published(p, slot, FIELD: gl.constexpr):
+def read_field(p, slot, FIELD: gl.constexpr):
     four: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.max(p.tile_s.index(slot * SLOT + FIELD).load(four), 0)
 
@@ -127,9 +127,9 @@ def published(p, slot, FIELD: gl.constexpr):
 @gluon.jit
 def place_of(p, slot, W: gl.constexpr):
     """(batch * heads + head, the warpgroup's first row, first row of the sequence, its rows and keys) of a published tile."""
-    head = published(p, slot, HEAD)
-    i0 = published(p, slot, BLOCK) * (p.NC * WM) + W * WM
-    q_start, _, sq, sk = lengths(p, published(p, slot, SEGMENT))
+    head = read_field(p, slot, HEAD)
+    i0 = read_field(p, slot, BLOCK) * (p.NC * WM) + W * WM
+    q_start, _, sq, sk = lengths(p, read_field(p, slot, SEGMENT))
     return head, i0, q_start, sq, sk
 
 
@@ -158,8 +158,8 @@ class View:
 
 @gluon.jit
 def view_of(p, head, slot, W: gl.constexpr, row_l: gl.constexpr):
-    tile = published(p, slot, BLOCK) * (p.NC * WM)
-    q_start, _, sq, sk = lengths(p, published(p, slot, SEGMENT))
+    tile = read_field(p, slot, BLOCK) * (p.NC * WM)
+    q_start, _, sq, sk = lengths(p, read_field(p, slot, SEGMENT))
     i0 = tile + W * WM
     position = i0 + sk - sq + gl.arange(0, WM, row_l)
     tile_begin, _, _, tile_end = tile_blocks(p, tile, p.NC * WM, sq, sk)
@@ -213,17 +213,17 @@ def head_table(p, head):
 
 
 @gluon.jit
-def nearest(p, view, careful, BEYOND_TABLE: gl.constexpr):
+def far_blocks_end(p, view, careful, BEYOND_TABLE: gl.constexpr):
     """Blocks [begin, this) are free of masks (and of the bias), and every row has met a key before them; none if careful."""
-    near = view.begin
+    far_end = view.begin
     if p.FAR:
-        near = view.plain_end - 1
+        far_end = view.plain_end - 1
         if p.BIAS and BEYOND_TABLE:
-            near = gl.minimum(near, gl.maximum(view.column - p.n_bias + 1, 0) // p.BN)
-        near = clamp(near, view.begin, view.end)
-        if p.TRUST:
-            near = gl.where(careful, view.begin, near)
-    return near
+            far_end = gl.minimum(far_end, gl.maximum(view.column - p.n_bias + 1, 0) // p.BN)
+        far_end = clamp(far_end, view.begin, view.end)
+        if p.KEEP_FIRST_MAX:
+            far_end = gl.where(careful, view.begin, far_end)
+    return far_end
 
 
 @gluon.jit
@@ -244,7 +244,7 @@ def scored(p, s, y):
     """Scores of a key block that does not meet the table."""
     if p.SOFTCAP:
         if p.v_s.shape[2] <= 64:
-            # as assembly, or the compiler would move it before the branch to `trusting`, where it is part of a fused operation
+            # as assembly: the compiler would move a plain product above the branch to `first_max_step`, which has it in an FMA
             s = gl.inline_asm_elementwise("mul.f32 $0, $1, $2;", "=f,f,f", [s, y], dtype=gl.float32, is_pure=True, pack=1)
         else:
             s = y
@@ -252,8 +252,8 @@ def scored(p, s, y):
 
 
 @gluon.jit
-def trusting(p, s, y, row_max, row_sum):
-    """`softmax_step` of a block that needs no mask, without a look for a new maximum (`again.doubtful`)."""
+def first_max_step(p, s, y, row_max, row_sum):
+    """`softmax_step` of a block that needs no mask, without a look for a new maximum (`overflow.overflowed`)."""
     if p.SOFTCAP:
         top = gl.expand_dims(row_max, 1)
         if p.v_s.shape[2] <= 64:
@@ -304,7 +304,7 @@ def load_gate(p, W: gl.constexpr, turn):
 @gluon.jit
 def seen_scores(p, view, s, y, block):
     """Scores of one key block with terms and, where the block needs it, masked."""
-    if not p.TRUST_BIAS:
+    if not p.BIAS_KEEPS_MAX:
         s = with_bias(p, view, scored(p, s, y), block)
     if p.HAS_LEFT or p.HAS_RIGHT:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
         if (block >= view.plain_end) | (block < view.plain_begin):
