@@ -19,7 +19,7 @@ from backlight.backends.hopper.backward import dq_rows as dq
 from backlight.backends.hopper.backward import kernel as backward
 from backlight.backends.hopper.backward import narrow as apart
 from backlight.backends.hopper.backward import prepass
-from backlight.backends.hopper.forward import kernel as forward
+from backlight.backends.hopper.forward import host as forward
 from backlight.call import Call
 from backlight.spec import AttentionSpec
 

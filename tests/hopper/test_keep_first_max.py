@@ -15,8 +15,8 @@ from test_terms import examine
 
 from backlight.backends.hopper import terms
 from backlight.backends.hopper.config import ForwardConfig
-from backlight.backends.hopper.forward import consumer, elastic, overflow, producer, tiles
-from backlight.backends.hopper.forward import kernel as forward
+from backlight.backends.hopper.forward import consumer, kernel, overflow, producer, scores, steps
+from backlight.backends.hopper.forward import host as forward
 from backlight.config import override
 from backlight.reference import oracle
 from cases import FP16, Case, case_id
@@ -100,22 +100,22 @@ def test_elastic(case: Case, config: ForwardConfig, late: bool) -> None:
 
 
 BROKEN = {
-    "not remembered": (overflow, "remember_overflow(p, ticket, lse_row, i0, W)", "pass", consumer, "rows_to_store"),
+    "not remembered": (overflow, "remember_overflow(p, ticket, lse_row, i0, W)", "pass", steps, "rows_to_store"),
     "all but the last forgotten": (
         overflow,
-        "overflow_s.index(W).load(four), 0).to(gl.float32)",
-        "overflow_s.index(W).load(four), 0) * 0.0 - 1.0",
-        consumer,
+        "buffers.overflow.index(W).load(four), 0).to(gl.float32)",
+        "buffers.overflow.index(W).load(four), 0) * 0.0 - 1.0",
+        steps,
         "rows_to_store",
     ),
-    "done again without care": (tiles, "far_end = gl.where(careful, view.begin, far_end)", "pass", consumer, "far_blocks_end"),
-    "done again too soon": (producer, "q_phase(p, turn + i) ^ 1)", "q_phase(p, turn + i))", forward, "producer"),
+    "done again without care": (scores, "far_end = gl.where(careful, view.begin, far_end)", "pass", consumer, "far_blocks_end"),
+    "done again too soon": (producer, "q_phase(p, turn + i) ^ 1)", "q_phase(p, turn + i))", kernel, "producer"),
     "any sum will do": (overflow, "else 2.0**15", "else 2.0**120", consumer, "largest_sum"),
     "never rescaled": (
         consumer,
         "o = rescaled_after(p, o, rows.rescale, block + 1, far_end)",
         "pass",
-        forward,
+        kernel,
         "plain_consumer",
     ),
 }
@@ -133,7 +133,7 @@ def test_what_is_broken_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_elastic_tiles_are_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = mutant(tmp_path, overflow, "remember_overflow(p, ticket, lse_row, i0, W)", "pass")
-    monkeypatch.setattr(elastic, "rows_to_store", broken.rows_to_store)
+    monkeypatch.setattr(steps, "rows_to_store", broken.rows_to_store)
     with override("hopper.elastic", ELASTIC[0]), pytest.raises(AssertionError):
         examine(WITH_TAU[2], late=True)
 

@@ -11,7 +11,7 @@ import emulator
 from aot import SHARED_MEMORY, compiled, hidden_exponentials
 
 from backlight.backends.hopper.config import ForwardConfig, forward_config
-from backlight.backends.hopper.forward import kernel as forward
+from backlight.backends.hopper.forward import host as forward
 from backlight.call import Call
 from backlight.config import override
 from backlight.spec import AttentionSpec

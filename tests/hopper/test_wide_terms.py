@@ -13,7 +13,7 @@ from backlight.backends.hopper.backward import dbias, prepass
 from backlight.backends.hopper.backward import dbias_ordered as band
 from backlight.backends.hopper.backward import dq_rows as dq
 from backlight.backends.hopper.backward import kernel as backward
-from backlight.backends.hopper.forward import kernel as forward
+from backlight.backends.hopper.forward import host as forward
 from backlight.call import Call
 from backlight.spec import AttentionSpec
 

@@ -17,7 +17,7 @@ from backlight.backends.hopper.primitives import WM
 @gluon.jit
 def ticket_of(p, slot):
     ticket = p.sq * 0
-    if p.KEEP_FIRST_MAX:
+    if p.V.KEEP_FIRST_MAX:
         ticket = read_field(p, slot, TICKET)
     return ticket
 
@@ -26,11 +26,11 @@ def ticket_of(p, slot):
 def first_overflows(p):
     """The first tile on the list of each of three warpgroups, -1 for an empty list."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    first = gl.max(p.overflow_s.index(0).load(one), 0)
-    second = gl.max(p.overflow_s.index(1).load(one), 0)
+    first = gl.max(p.buffers.overflow.index(0).load(one), 0)
+    second = gl.max(p.buffers.overflow.index(1).load(one), 0)
     third = first * 0 - 1
-    if p.NC == 3:
-        third = gl.max(p.overflow_s.index(2).load(one), 0)
+    if p.V.NC == 3:
+        third = gl.max(p.buffers.overflow.index(2).load(one), 0)
     return first, second, third
 
 
@@ -42,7 +42,7 @@ def next_overflows(p, tiles, tile, head, z, block):
     """
     first, second, third = tiles
     q_start, _, _, _ = lengths(p, z)
-    links = p.lse_ptr + head.to(gl.int64) * p.sq + q_start + block * (p.NC * WM)
+    links = p.lse_ptr + head.to(gl.int64) * p.sq + q_start + block * (p.V.NC * WM)
     owners = tile * 0
     if first == tile:
         first = gl.load(links).to(gl.int32)
@@ -77,17 +77,17 @@ def overflowed(total, rows, sq, ticket, LARGEST: gl.constexpr):
 def remember_overflow(p, ticket, lse_row, i0, W: gl.constexpr):
     """Put a tile at the front of this warpgroup's list; the link to the next one is kept in the tile's own lse."""
     four: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    gl.store(p.lse_ptr + lse_row + i0, gl.max(p.overflow_s.index(W).load(four), 0).to(gl.float32))
-    p.overflow_s.index(W).store(gl.full([1], ticket, gl.int32, four))
+    gl.store(p.lse_ptr + lse_row + i0, gl.max(p.buffers.overflow.index(W).load(four), 0).to(gl.float32))
+    p.buffers.overflow.index(W).store(gl.full([1], ticket, gl.int32, four))
 
 
 @gluon.jit
 def stores_tile(p, ticket, W: gl.constexpr):
     """Whether this warpgroup stores a tile: it did not overflow just now, or it is done again for this warpgroup."""
     stores: gl.constexpr = True
-    if p.KEEP_FIRST_MAX:
+    if p.V.KEEP_FIRST_MAX:
         four: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        newest = gl.max(p.overflow_s.index(W).load(four), 0)
+        newest = gl.max(p.buffers.overflow.index(W).load(four), 0)
         stores = ((ticket >= 0) & (newest != ticket)) | ((ticket < 0) & (((-1 - ticket) & (1 << W)) != 0))
     return stores
 
@@ -96,7 +96,7 @@ def stores_tile(p, ticket, W: gl.constexpr):
 def rows_to_store(p, total, rows, sq, ticket, lse_row, i0, LARGEST: gl.constexpr, W: gl.constexpr):
     """Rows whose lse is stored: none of a tile that has to be done again, which is remembered here."""
     keep = rows < sq
-    if p.KEEP_FIRST_MAX:
+    if p.V.KEEP_FIRST_MAX:
         if overflowed(total, rows, sq, ticket, LARGEST):
             remember_overflow(p, ticket, lse_row, i0, W)
         keep = keep & stores_tile(p, ticket, W)

@@ -1,35 +1,15 @@
-"""What the partitions of the forward share: the tile a CTA works on, named barriers, masks and terms of a block, the gate.
+"""The tile that a CTA works on: drawn and published by the producer, read by the consumers; what their rows see of it.
 
-`p` is the argument class of the kernel.
+`p` is the argument class of the kernel (arguments.py).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from backlight.backends.hopper.compat import Maybe, arguments
-from backlight.backends.hopper.primitives import (
-    INF,
-    LN2,
-    WM,
-    before,
-    between,
-    clamp,
-    key_blocks,
-    key_limits,
-    load_tile,
-    locate,
-    log2_of_sum,
-    partial_sums,
-    phase_of,
-    row_sum_layout,
-)
-from backlight.backends.hopper.terms import TABLE_PAD, bias_tile, cap_ratio, cap_whole, sink_sums
+from backlight.backends.hopper.primitives import WM, clamp, key_blocks, locate, phase_of
+from backlight.backends.hopper.terms import TABLE_PAD
 
-# in the place of +inf where it stands in a difference: 2^127, which fp32 holds exactly
-LARGEST = gl.constexpr(1.7014118346046923e38)
-# the first named barrier: K_EMPTY + stage, then V_EMPTY + stage, then TURN + warpgroup (ping-pong)
-K_EMPTY = gl.constexpr(8)
 # a published tile: batch * heads + head (END when there is none left), packed sequence, row block; four slots, because a
 # consumer reads its tile once more at the end of it, when the producer may be two tiles ahead
 SLOT = gl.constexpr(4)
@@ -37,7 +17,7 @@ END = gl.constexpr(-1)
 HEAD = gl.constexpr(0)
 SEGMENT = gl.constexpr(1)
 BLOCK = gl.constexpr(2)
-# number of the tile, or -1 - (8 * number + warpgroups) when it is done again, with care, for some warpgroups (a bit for each)
+# number of the tile, or -1 - (8 * number + warpgroups) when it is done again for some warpgroups (a bit for each)
 TICKET = gl.constexpr(3)
 
 
@@ -51,7 +31,7 @@ def draw(p, tile):
 
 
 @gluon.jit
-def place(p, tile):
+def locate_tile(p, tile):
     """(batch * heads + head, packed sequence, row block, whether it exists).
 
     `together` heads advance side by side, their row blocks from the last (longest under a causal mask) to the first.
@@ -62,8 +42,8 @@ def place(p, tile):
     block = p.row_tiles - 1 - rank // p.together
     z = tile * 0
     exists = tile >= 0
-    if p.VARLEN:
-        z, first = locate(block, p.cu_tiles_ptr, p.n_segments)
+    if p.V.VARLEN:
+        z, first = locate(block, p.packing.cu_tiles_ptr, p.n_segments)
         block -= first
         exists = z < p.n_segments
     return head, z, block, exists
@@ -76,11 +56,11 @@ def lengths(p, z):
     k_start = q_start
     sq = p.sq
     sk = p.sk
-    if p.VARLEN:
-        q_start = gl.load(p.cu_q_ptr + z)
-        k_start = gl.load(p.cu_k_ptr + z)
-        sq = gl.load(p.cu_q_ptr + z + 1) - q_start
-        sk = gl.load(p.cu_k_ptr + z + 1) - k_start
+    if p.V.VARLEN:
+        q_start = gl.load(p.packing.cu_q_ptr + z)
+        k_start = gl.load(p.packing.cu_k_ptr + z)
+        sq = gl.load(p.packing.cu_q_ptr + z + 1) - q_start
+        sk = gl.load(p.packing.cu_k_ptr + z + 1) - k_start
     return q_start, k_start, sq, sk
 
 
@@ -90,47 +70,62 @@ def tile_blocks(p, i0, rows, sq, sk):
     shift = sk - sq
     first = i0 + shift
     last = gl.minimum(i0 + rows, sq) - 1 + shift
-    begin, plain_begin, plain_end, end = key_blocks(first, last, sk, p.left, p.right, p.BN, p.HAS_LEFT, p.HAS_RIGHT)
+    begin, plain_begin, plain_end, end = key_blocks(first, last, sk, p.left, p.right, p.V.BN, p.V.HAS_LEFT, p.V.HAS_RIGHT)
     return begin, plain_begin, plain_end, gl.maximum(end, begin + 1)
 
 
 @gluon.jit
 def publish(p, slot, head, z, block, ticket):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    p.tile_s.index(slot * SLOT + HEAD).store(gl.full([1], head, gl.int32, one))
-    p.tile_s.index(slot * SLOT + SEGMENT).store(gl.full([1], z, gl.int32, one))
-    p.tile_s.index(slot * SLOT + BLOCK).store(gl.full([1], block, gl.int32, one))
-    if p.KEEP_FIRST_MAX:
-        p.tile_s.index(slot * SLOT + TICKET).store(gl.full([1], ticket, gl.int32, one))
-
-
-@gluon.jit
-def q_buffer(p, turn, W: gl.constexpr):
-    """Where Q of a warpgroup lies in the CTA's tile number `turn`, and its two barriers."""
-    if p.QB == 1:
-        return W
-    return (turn & (p.QB - 1)) * (p.q_s.shape[0] // p.QB) + W
-
-
-@gluon.jit
-def q_phase(p, turn):
-    """Parity of the round of Q's buffers that the CTA's tile number `turn` belongs to."""
-    return phase_of(turn, p.QB)
+    p.buffers.tile.index(slot * SLOT + HEAD).store(gl.full([1], head, gl.int32, one))
+    p.buffers.tile.index(slot * SLOT + SEGMENT).store(gl.full([1], z, gl.int32, one))
+    p.buffers.tile.index(slot * SLOT + BLOCK).store(gl.full([1], block, gl.int32, one))
+    if p.V.KEEP_FIRST_MAX:
+        p.buffers.tile.index(slot * SLOT + TICKET).store(gl.full([1], ticket, gl.int32, one))
 
 
 @gluon.jit
 def read_field(p, slot, FIELD: gl.constexpr):
     four: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(p.tile_s.index(slot * SLOT + FIELD).load(four), 0)
+    return gl.max(p.buffers.tile.index(slot * SLOT + FIELD).load(four), 0)
+
+
+@gluon.jit
+def q_buffer(p, turn, W: gl.constexpr):
+    """Where Q of a warpgroup lies in the CTA's tile number `turn`, and its two barriers."""
+    if p.V.QB == 1:
+        return W
+    return (turn & (p.V.QB - 1)) * (p.buffers.q.shape[0] // p.V.QB) + W
+
+
+@gluon.jit
+def q_phase(p, turn):
+    """Parity of the round of Q's buffers that the CTA's tile number `turn` belongs to."""
+    return phase_of(turn, p.V.QB)
+
+
+@arguments
+class Place:
+    """Where a warpgroup's rows of a published tile are.
+
+    head: b * heads + h; i0: the first row; q_start: the first row of the sequence, which has sq rows and sk keys.
+    """
+
+    head: gl.tensor
+    b: gl.tensor
+    h: gl.tensor
+    i0: gl.tensor
+    q_start: gl.tensor
+    sq: gl.tensor
+    sk: gl.tensor
 
 
 @gluon.jit
 def place_of(p, slot, W: gl.constexpr):
-    """(batch * heads + head, the warpgroup's first row, first row of the sequence, its rows and keys) of a published tile."""
     head = read_field(p, slot, HEAD)
-    i0 = read_field(p, slot, BLOCK) * (p.NC * WM) + W * WM
+    i0 = read_field(p, slot, BLOCK) * (p.V.NC * WM) + W * WM
     q_start, _, sq, sk = lengths(p, read_field(p, slot, SEGMENT))
-    return head, i0, q_start, sq, sk
+    return Place(head, head // p.heads, head % p.heads, i0, q_start, sq, sk)
 
 
 @arguments
@@ -158,155 +153,23 @@ class View:
 
 @gluon.jit
 def view_of(p, head, slot, W: gl.constexpr, row_l: gl.constexpr):
-    tile = read_field(p, slot, BLOCK) * (p.NC * WM)
+    tile = read_field(p, slot, BLOCK) * (p.V.NC * WM)
     q_start, _, sq, sk = lengths(p, read_field(p, slot, SEGMENT))
     i0 = tile + W * WM
     position = i0 + sk - sq + gl.arange(0, WM, row_l)
-    tile_begin, _, _, tile_end = tile_blocks(p, tile, p.NC * WM, sq, sk)
+    tile_begin, _, _, tile_end = tile_blocks(p, tile, p.V.NC * WM, sq, sk)
     begin, plain_begin, plain_end, end = tile_blocks(p, i0, WM, sq, sk)
     begin = gl.minimum(begin, tile_end - 1)
     end = clamp(end, begin + 1, tile_end)
-    table_ptr = p.table_ptr
+    table_ptr = p.terms.table_ptr
     column = i0
-    if p.BIAS:
+    if p.V.BIAS:
         table_ptr = head_table(p, head)
         column = i0 + sk - sq + p.bias_origin
     return View(i0, q_start, sq, sk, position, tile_begin, begin, plain_begin, plain_end, end, tile_end, table_ptr, column)
 
 
 @gluon.jit
-def first_sums(p, head, s_l: gl.constexpr):
-    """(maximum, partial sums) of rows that have met no key: the sink, or nothing."""
-    row_max = gl.full([WM], -INF, gl.float32, gl.SliceLayout(1, s_l))
-    row_sum = gl.zeros([WM, 8], gl.float32, row_sum_layout(p.BN))
-    if p.SINK:
-        sink = gl.load(p.sink_ptr + head % p.heads).to(gl.float32)
-        # kept finite, for what is subtracted from it (`lse_of`); below it every other weight is 0
-        row_max = gl.full([WM], gl.minimum(sink / p.unit, LARGEST), gl.float32, gl.SliceLayout(1, s_l))
-        row_sum = sink_sums(row_sum)
-    return row_max, row_sum
-
-
-@gluon.jit
-def seen_in(p, s, position, block, sk):
-    """Visible keys (eq. 2) of one key block: a tile like s."""
-    B: gl.constexpr = s.shape[1]
-    columns = gl.arange(0, B, gl.SliceLayout(0, s.type.layout))
-    first, end = key_limits(position, sk, p.left, p.right, p.HAS_LEFT, p.HAS_RIGHT)
-    if p.HAS_LEFT:
-        seen = between(first - block * B, end - block * B, columns)
-    else:
-        seen = before(end - block * B, columns)
-    return seen
-
-
-@gluon.jit
-def hide(p, s, position, block, sk):
-    """Masked scores of one key block."""
-    return gl.where(seen_in(p, s, position, block, sk), s, -INF)
-
-
-@gluon.jit
 def head_table(p, head):
     """The padded bias table of a head."""
-    return p.table_ptr + (head % p.heads).to(gl.int64) * (p.n_bias + 2 * TABLE_PAD)
-
-
-@gluon.jit
-def far_blocks_end(p, view, careful, BEYOND_TABLE: gl.constexpr):
-    """Blocks [begin, this) are free of masks (and of the bias), and every row has met a key before them; none if careful."""
-    far_end = view.begin
-    if p.FAR:
-        far_end = view.plain_end - 1
-        if p.BIAS and BEYOND_TABLE:
-            far_end = gl.minimum(far_end, gl.maximum(view.column - p.n_bias + 1, 0) // p.BN)
-        far_end = clamp(far_end, view.begin, view.end)
-        if p.KEEP_FIRST_MAX:
-            far_end = gl.where(careful, view.begin, far_end)
-    return far_end
-
-
-@gluon.jit
-def cap_of(p, s):
-    """What makes scores of raw products under softcap (`scored`): a factor for each or, where O is wide, the scores."""
-    y = s
-    if p.SOFTCAP:
-        if p.v_s.shape[2] <= 64:
-            y = cap_ratio(s, p.cap_factor, p.cap_log2)
-        else:
-            # with tau there are u and two operands as well, with a bias its addresses
-            y = cap_whole(s, p.cap_factor, p.cap_log2, 16 if p.TAU or p.BIAS else 32)
-    return y
-
-
-@gluon.jit
-def scored(p, s, y):
-    """Scores of a key block that does not meet the table."""
-    if p.SOFTCAP:
-        if p.v_s.shape[2] <= 64:
-            # as assembly: the compiler would move a plain product above the branch to `first_max_step`, which has it in an FMA
-            s = gl.inline_asm_elementwise("mul.f32 $0, $1, $2;", "=f,f,f", [s, y], dtype=gl.float32, is_pure=True, pack=1)
-        else:
-            s = y
-    return s
-
-
-@gluon.jit
-def first_max_step(p, s, y, row_max, row_sum):
-    """`softmax_step` of a block that needs no mask, without a look for a new maximum (`overflow.overflowed`)."""
-    if p.SOFTCAP:
-        top = gl.expand_dims(row_max, 1)
-        if p.v_s.shape[2] <= 64:
-            weights = gl.exp2(s * y - top)
-        else:
-            weights = gl.exp2(y - top)
-    else:
-        weights = gl.exp2(s * p.unit_log2 - gl.expand_dims(row_max * p.unit_log2, 1))
-    return weights, row_sum + partial_sums(weights, row_sum)
-
-
-@gluon.jit
-def with_bias(p, view, s, block):
-    """Scores of one key block, biased where the block meets the table."""
-    if p.BIAS:
-        here = view.column - block * s.shape[1]
-        if (here > -s.shape[0]) & (here < p.n_bias + s.shape[1] - 1):
-            if p.SOFTCAP:
-                s += bias_tile(view.table_ptr, here, p.n_bias, s, False) * p.cap_log2
-            else:
-                s += bias_tile(view.table_ptr, here, p.n_bias, s, False)
-    return s
-
-
-@gluon.jit
-def lse_of(p, row_max, total):
-    """lse (natural) of rows from their maximum and the sum relative to it.
-
-    unit_rest is what two rounded constants, in the exponent and here, differ by; it would show in the last bits.
-    """
-    exponent, rest = log2_of_sum(total)
-    lse = row_max * p.unit + (row_max * p.unit_rest + rest * LN2 + exponent * LN2)
-    if p.SINK:
-        lse = gl.where(row_max == LARGEST, INF, lse)
-    return lse
-
-
-@gluon.jit
-def load_gate(p, W: gl.constexpr, turn):
-    """The gate's tile into the buffer that O will leave through."""
-    tma.store_wait(0)
-    head, i0, q_start, sq, _ = place_of(p, turn & 3, W)
-    full = p.gate_full.index(W)
-    mbarrier.expect(full, p.gate_desc.block_type.nbytes)
-    load_tile(p.gate_desc, head // p.heads, head % p.heads, q_start, sq, i0, full, p.o_s.index(W), p.VARLEN)
-
-
-@gluon.jit
-def seen_scores(p, view, s, y, block):
-    """Scores of one key block with terms and, where the block needs it, masked."""
-    if not p.BIAS_KEEPS_MAX:
-        s = with_bias(p, view, scored(p, s, y), block)
-    if p.HAS_LEFT or p.HAS_RIGHT:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
-        if (block >= view.plain_end) | (block < view.plain_begin):
-            s = hide(p, s, view.position, block, view.sk)
-    return s
+    return p.terms.table_ptr + (head % p.heads).to(gl.int64) * (p.n_bias + 2 * TABLE_PAD)
