@@ -634,6 +634,8 @@ def argument(value: Any) -> Any:
         return Pointer(flat(value), OF_TORCH[value.dtype], value.storage_offset())
     if hasattr(value, "block_shape"):
         return Descriptor(value.base, list(value.shape), list(value.strides), list(value.block_shape))
+    if isinstance(value, tuple):
+        return type(value)(*map(argument, value)) if hasattr(value, "_fields") else tuple(map(argument, value))
     return value
 
 

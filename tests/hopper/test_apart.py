@@ -15,7 +15,11 @@ import emulator
 from aot import SHARED_MEMORY, compiled
 from modules import mutant
 
-from backlight.backends.hopper import apart, backward, dq, keytiles, prepass
+from backlight.backends.hopper.backward import dq_rows as dq
+from backlight.backends.hopper.backward import kernel as backward
+from backlight.backends.hopper.backward import key_tiles as keytiles
+from backlight.backends.hopper.backward import narrow as apart
+from backlight.backends.hopper.backward import prepass
 from backlight.backends.hopper.config import BackwardConfig, backward_config
 from backlight.backends.tiled import BACKEND as TILED
 from backlight.call import Call

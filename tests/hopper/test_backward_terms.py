@@ -17,7 +17,12 @@ pytest.importorskip("triton")
 import emulator
 from modules import mutant
 
-from backlight.backends.hopper import apart, backward, band, dbias, dq, prepass, rowblock
+from backlight.backends.hopper.backward import dbias, prepass
+from backlight.backends.hopper.backward import dbias_ordered as band
+from backlight.backends.hopper.backward import dq_rows as dq
+from backlight.backends.hopper.backward import kernel as backward
+from backlight.backends.hopper.backward import narrow as apart
+from backlight.backends.hopper.backward import row_block as rowblock
 from backlight.backends.hopper.config import BackwardConfig
 from backlight.backends.tiled import BACKEND as TILED
 from backlight.config import override

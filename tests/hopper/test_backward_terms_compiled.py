@@ -11,7 +11,11 @@ pytest.importorskip("triton")
 
 from aot import SHARED_MEMORY, Report, compiled
 
-from backlight.backends.hopper import apart, backward, band, dbias, dq, prepass
+from backlight.backends.hopper.backward import dbias, prepass
+from backlight.backends.hopper.backward import dbias_ordered as band
+from backlight.backends.hopper.backward import dq_rows as dq
+from backlight.backends.hopper.backward import kernel as backward
+from backlight.backends.hopper.backward import narrow as apart
 from backlight.backends.hopper.config import BackwardConfig
 from backlight.call import Call
 from backlight.config import override

@@ -15,7 +15,11 @@ pytest.importorskip("triton")
 
 from aot import SHARED_MEMORY, TRITON, Report, compiled, hidden_exponentials
 
-from backlight.backends.hopper import apart, backward, dq, forward, prepass
+from backlight.backends.hopper.backward import dq_rows as dq
+from backlight.backends.hopper.backward import kernel as backward
+from backlight.backends.hopper.backward import narrow as apart
+from backlight.backends.hopper.backward import prepass
+from backlight.backends.hopper.forward import host as forward
 from backlight.call import Call
 from backlight.spec import AttentionSpec
 

@@ -14,8 +14,9 @@ pytest.importorskip("triton")
 from aot import SHARED_MEMORY, TRITON, Report, compiled
 from modules import module_of
 
-from backlight.backends.hopper import consumer, forward, tiles
 from backlight.backends.hopper.config import elastic_config, forward_config
+from backlight.backends.hopper.forward import consumer, kernel, scores, steps, tiles
+from backlight.backends.hopper.forward import host as forward
 from backlight.call import Call
 from backlight.spec import AttentionSpec
 
@@ -82,8 +83,8 @@ def examine(call: Call, terms: tuple[str, ...]) -> None:
         # a thread meets 34 distances in 64 x 128 scores, 18 in 64 x 64; blocks at several places in the code of each warpgroup:
         # the first and the others, with tau the sweep for lse as well, where those without a mask may have a loop of their own
         loads = sum(n for name, n in report.opcodes.items() if name.startswith("LDG") and "CONSTANT" in name)
-        trusted = config.trust and call.spec.left is None and call.spec.softcap is None
-        places = 2 + (0 if call.tau is None else 1 + trusted)
+        kept = config.keep_first_max and call.spec.left is None and call.spec.softcap is None
+        places = 2 + (0 if call.tau is None else 1 + kept)
         assert loads == (config.block_n // 8 + 1) * 2 * places * consumers, f"{report}: {loads} loads of the table"
 
 
@@ -110,7 +111,7 @@ def test_everything_packed_with_a_window(d: int, dtype: torch.dtype) -> None:
 
 # --- no trace ----------------------------------------------------------------------------------------------------------------
 
-TESTS_OF_TERMS = re.compile(r"if p\.(BIAS|SINK|GATE|SOFTCAP)( and not p\.SHARE_QO)?:")
+TESTS_OF_TERMS = re.compile(r"if p\.V\.(BIAS|SINK|GATE|SOFTCAP)( and not p\.V\.SHARE_QO)?:")
 
 
 @pytest.mark.parametrize("d", [64, pytest.param(128, marks=pytest.mark.slow)])
@@ -119,18 +120,23 @@ def test_a_plain_kernel_holds_no_trace_of_terms(tmp_path: Path, monkeypatch: pyt
     call = call_of(d, ())
     report = report_of(call)
 
-    def cut(module: ModuleType, name: str) -> ModuleType:
+    def cut(module: ModuleType, tests: int) -> ModuleType:
         source = Path(module.__file__ or "").read_text()
-        assert len(TESTS_OF_TERMS.findall(source)) >= 2
-        return module_of(tmp_path / name, TESTS_OF_TERMS.sub("if False:", source))
+        assert len(TESTS_OF_TERMS.findall(source)) == tests
+        return module_of(tmp_path / f"{module.__name__.split('.')[-1]}_without.py", TESTS_OF_TERMS.sub("if False:", source))
 
-    without = module_of(tmp_path / "forward_without.py", Path(forward.__file__).read_text())
-    consumer_without = cut(consumer, "consumer_without.py")
-    tiles_without = cut(tiles, "tiles_without.py")
-    for name in ("cap_of", "first_sums", "nearest", "scored", "seen_scores", "trusting", "view_of", "with_bias"):
-        monkeypatch.setattr(consumer_without, name, getattr(tiles_without, name))
-    monkeypatch.setattr(without, "plain_consumer", consumer_without.plain_consumer)
-    assert instructions(report) == instructions(report_of(call, without))
+    kernel_without = module_of(tmp_path / "kernel_without.py", Path(kernel.__file__).read_text())
+    consumer_without = cut(consumer, 1)
+    for without in (cut(scores, 7), cut(steps, 1), cut(tiles, 1)):
+        for name in vars(without).keys() & vars(consumer_without).keys():
+            if getattr(getattr(without, name), "__module__", "") == without.__name__:
+                monkeypatch.setattr(consumer_without, name, getattr(without, name))
+    assert consumer_without.with_bias is not scores.with_bias
+    monkeypatch.setattr(kernel_without, "plain_consumer", consumer_without.plain_consumer)
+    monkeypatch.setattr(forward, "_fwd_kernel", kernel_without._fwd_kernel)
+    without_terms = report_of(call)
+    monkeypatch.undo()
+    assert instructions(report) == instructions(without_terms)
     parameters = re.findall(r"\.param [^,)]*_fwd_kernel_param_\d+", report.ptx)
     with_bias = re.findall(r"\.param [^,)]*_fwd_kernel_param_\d+", report_of(call_of(d, ("bias",))).ptx)
     assert len(with_bias) == len(parameters) + 3

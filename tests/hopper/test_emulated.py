@@ -14,20 +14,15 @@ pytest.importorskip("triton")
 import emulator
 from modules import mutant
 
-from backlight.backends.hopper import (
-    BACKEND,
-    apart,
-    backward,
-    consumer,
-    dq,
-    forward,
-    prepass,
-    primitives,
-    producer,
-    rowblock,
-    tiles,
-)
+from backlight.backends.hopper import BACKEND, primitives
+from backlight.backends.hopper.backward import dq_rows as dq
+from backlight.backends.hopper.backward import kernel as backward
+from backlight.backends.hopper.backward import narrow as apart
+from backlight.backends.hopper.backward import prepass
+from backlight.backends.hopper.backward import row_block as rowblock
 from backlight.backends.hopper.config import BackwardConfig, DqConfig, ForwardConfig
+from backlight.backends.hopper.forward import consumer, kernel, producer, scores
+from backlight.backends.hopper.forward import host as forward
 from backlight.config import override
 from cases import CASES, FP16, Case, Problem, case_id
 from gate import judge
@@ -201,14 +196,17 @@ def test_needs(needs: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("mbarrier.wait(p.v_full.index(previous), phase_of(count - 1, ST))", "pass"),
-        ("bar_arrive(p.V_EMPTY + previous, p.EVERYBODY)", "pass"),
+        (
+            "    wait_full(p.v, count - 1)\n    o_token = warpgroup_mma(rows.weights, p.v.tiles.index(previous)",
+            "    o_token = warpgroup_mma(rows.weights, p.v.tiles.index(previous)",
+        ),
+        ("release(p.v, previous)", "pass"),
         ("s = warpgroup_mma_wait(1, deps=[s_token])", "s = warpgroup_mma_wait(2, deps=[s_token])"),
-        ("    tma.store_wait(0)\n    if p.PINGPONG and W == 0:", "    if p.PINGPONG and W == 0:"),
+        ("    tma.store_wait(0)\n    if p.V.PINGPONG and W == 0:", "    if p.V.PINGPONG and W == 0:"),
         ("        if count >= ST - i:\n", "        if count < 0:\n"),
         ("top = gl.where(new_max == -INF, 0.0, top)", "pass"),
         ("seen = before(end - block * B, columns)", "seen = before(end - block * B - 1, columns)"),
-        ("mbarrier.expect(full.index(stage), desc.block_type.nbytes)", "mbarrier.expect(full.index(stage), 64)"),
+        ("mbarrier.expect(ring.full.index(stage), desc.block_type.nbytes)", "mbarrier.expect(ring.full.index(stage), 64)"),
     ],
     ids=[
         "no wait for v",
@@ -226,9 +224,9 @@ def test_a_broken_forward_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     problem = Case("broken", b=1, hq=1, hkv=1, sq=300, sk=270, d=16, causal=True).make(FP16)
     parts = (
         (primitives, "softmax_step", consumer),
-        (tiles, "hide", consumer),
-        (consumer, "plain_consumer", forward),
-        (producer, "producer", forward),
+        (scores, "hide", consumer),
+        (consumer, "plain_consumer", kernel),
+        (producer, "producer", kernel),
     )
     ((module, name, user),) = [part for part in parts if old in Path(part[0].__file__).read_text()]
     monkeypatch.setattr(user, name, getattr(mutant(tmp_path, module, old, new), name))

@@ -19,7 +19,7 @@ import sys
 import torch
 from aot import compiled
 {prepare}
-from backlight.backends.hopper import forward
+from backlight.backends.hopper.forward import host as forward
 from backlight.call import Call
 from backlight.spec import AttentionSpec
 

@@ -35,8 +35,9 @@ from backlight import binding
 from backlight._private import names
 from backlight._private import triton as private_triton
 from backlight.backends import hopper
-from backlight.backends.hopper import compiled, forward, launch
+from backlight.backends.hopper import compiled, launch
 from backlight.backends.hopper.config import BackwardConfig, ForwardConfig
+from backlight.backends.hopper.forward import host as forward
 from backlight.backends.replaying import program, replay
 from backlight.call import Call, Memory
 from backlight.config import override
@@ -61,10 +62,7 @@ class Machine:
         """What kernels were told during the work, without addresses."""
         del self.launches[:]
         work()
-        return [
-            (name, grid, {key: "address" if key.endswith("_ptr") else described(x) for key, x in args.items()})
-            for name, _, grid, args in self.launches
-        ]
+        return [(name, grid, by_name(args)) for name, _, grid, args in self.launches]
 
 
 @dataclass
@@ -84,7 +82,8 @@ class Compiled:
     )
 
     def __init__(self, name: str, args: dict[str, Any], machine: Machine):
-        arg_names = list(args)
+        # a launch that is replayed knows tuples without the names of their fields
+        kinds = {key: type(x)._make if hasattr(x, "_fields") else None for key, x in args.items()}
         dtypes = [x.base.dtype for x in args.values() if isinstance(x, TensorDescriptor)]
 
         def launcher(*args: Any) -> None:
@@ -93,7 +92,8 @@ class Compiled:
                 given.append(x)
                 for _ in range(2 * len(x.fields["shape"]) if isinstance(x, Map) else 0):
                     next(rest)
-            machine.launches.append((name, False, args[:3], dict(zip(arg_names, given, strict=True))))
+            named = {key: x if kind is None else kind(x) for (key, kind), x in zip(kinds.items(), given, strict=True)}
+            machine.launches.append((name, False, args[:3], named))
 
         def launch(*args: Any) -> None:
             expanded, known = [], iter(dtypes)
@@ -141,7 +141,13 @@ def role(name: str) -> str:
     return "_bwd_kernel" if name.startswith("_bwd_") else name
 
 
+def by_name(args: dict[str, Any]) -> dict[str, Any]:
+    return {key: "address" if key.endswith("_ptr") else described(x) for key, x in args.items()}
+
+
 def described(value: Any) -> Any:
+    if hasattr(value, "_fields"):
+        return by_name(value._asdict())
     if isinstance(value, TensorDescriptor):
         return {**replay.fields_of(value), "dtype": value.base.dtype}
     return value.fields if isinstance(value, Map) else value

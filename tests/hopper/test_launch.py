@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backlight.backends.hopper import BACKEND, compiled, config, launch
-from backlight.backends.hopper.prepass import _prepass_kernel
+from backlight.backends.hopper.backward.prepass import _prepass_kernel
 from backlight.backends.replaying import replay
 from backlight.call import Call, Memory
 from backlight.registry import Backend
@@ -119,7 +119,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 def prepass(rows: int, dtype: torch.dtype = torch.float16) -> None:
-    from backlight.backends.hopper.prepass import prepass as run
+    from backlight.backends.hopper.backward.prepass import prepass as run
 
     call = call_of((1, 2, rows, 64), dtype)
     lse, tiles = torch.zeros(1, 2, rows), config.BackwardConfig(64, 128)

@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 import emulator
 from aot import SHARED_MEMORY, compiled, hidden_exponentials
 
-from backlight.backends.hopper import forward
 from backlight.backends.hopper.config import ForwardConfig, forward_config
+from backlight.backends.hopper.forward import host as forward
 from backlight.call import Call
 from backlight.config import override
 from backlight.spec import AttentionSpec
@@ -75,13 +75,15 @@ def test_what_is_chosen() -> None:
     call = call_of(64, 512, True)
     assert forward_config(Call(call.spec, call.q, call.k, call.v, cu_seqlens_q=cu, cu_seqlens_k=cu)).drawn
     # few rows, many keys: what the check at the end costs does not show
-    assert not forward_config(call_of(64, 512, True)).trust
-    assert forward_config(call_of(64, 512, True, keys=8192)).trust
+    assert not forward_config(call_of(64, 512, True)).keep_first_max
+    assert forward_config(call_of(64, 512, True, keys=8192)).keep_first_max
     assert forward_config(call_of(128, 512, True, keys=8192)) == forward_config(call_of(128, 8192, True))
 
 
 @pytest.mark.parametrize(
-    "config", [ForwardConfig(128, 3, trust=True), ForwardConfig(128, 2, trust=True, q_buffers=2)], ids=["3", "2"]
+    "config",
+    [ForwardConfig(128, 3, keep_first_max=True), ForwardConfig(128, 2, keep_first_max=True, q_buffers=2)],
+    ids=["3", "2"],
 )
 def test_every_tile_is_done_again_once(monkeypatch: pytest.MonkeyPatch, config: ForwardConfig) -> None:
     """Scores that grow towards the left, in every row: twice the loads of a usual call, however many warpgroups share tiles."""

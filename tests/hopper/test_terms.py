@@ -11,7 +11,9 @@ pytest.importorskip("triton")
 import emulator
 from modules import mutant
 
-from backlight.backends.hopper import BACKEND, consumer, elastic, forward, terms, tiles
+from backlight.backends.hopper import BACKEND, terms
+from backlight.backends.hopper.forward import consumer, elastic, kernel, scores, steps
+from backlight.backends.hopper.forward import host as forward
 from backlight.reference import oracle
 from cases import CASES, FP16, Case, case_id
 from gate import judge
@@ -93,8 +95,8 @@ def test_tiles(case: Case, late: bool) -> None:
 BIAS = {"causal": True, "bias": 60}
 TAU = {"causal": True, "tau": (-0.7, 0.4)}
 BROKEN = {
-    "band too short": (tiles, "(here < p.n_bias + s.shape[1] - 1)", "(here < p.n_bias)", consumer, "seen_scores", BIAS),
-    "distances of lower rows": (terms, "gl.expand_dims(down & 8, 1)", "gl.expand_dims(down & 0, 1)", tiles, "bias_tile", BIAS),
+    "band too short": (scores, "(here < p.n_bias + s.shape[1] - 1)", "(here < p.n_bias)", consumer, "seen_scores", BIAS),
+    "distances of lower rows": (terms, "gl.expand_dims(down & 8, 1)", "gl.expand_dims(down & 0, 1)", scores, "bias_tile", BIAS),
     "slope at 0": (
         terms,
         "mul.f32 w, {factor}, {unit};",
@@ -115,33 +117,33 @@ BROKEN = {
         terms,
         "gl.where(first, 1.0, 0.0)",
         "gl.where(first, 1.0, 1.0)",
-        tiles,
+        scores,
         "sink_sums",
         {"sink": True},
     ),
     "gate read in flight": (
-        consumer,
-        "mbarrier.wait(p.gate_full.index(W), turn & 1)",
+        steps,
+        "mbarrier.wait(p.buffers.gate_full.index(W), turn & 1)",
         "pass",
-        forward,
-        "plain_consumer",
+        consumer,
+        "write_o",
         {"gate": True},
     ),
     "gate of the next head": (
-        tiles,
-        "head // p.heads, head % p.heads,",
-        "head // p.heads, 0,",
+        steps,
+        "load_tile(p.gate_desc, place.b, place.h,",
+        "load_tile(p.gate_desc, place.b, 0,",
         consumer,
         "load_gate",
         {"gate": True},
     ),
-    "v never released": (elastic, "bar_arrive(p.V_EMPTY + previous, p.EVERYBODY)", "pass", forward, "elastic_consumer", TAU),
-    "k never released": (elastic, "bar_arrive(K_EMPTY + stage, p.EVERYBODY)", "pass", forward, "elastic_consumer", TAU),
+    "v never released": (elastic, "release(p.v, previous)", "pass", kernel, "elastic_consumer", TAU),
+    "k never released": (elastic, "release(p.k, stage)", "pass", kernel, "elastic_consumer", TAU),
     "future keys leak": (
         elastic,
         "block, view.sk), weight, -INF)",
         "block, view.sk), weight, share)",
-        forward,
+        kernel,
         "elastic_consumer",
         TAU,
     ),
@@ -149,7 +151,7 @@ BROKEN = {
         elastic,
         "o, u, weight = warpgroup_mma_wait(0",
         "o, u, weight = warpgroup_mma_wait(2",
-        forward,
+        kernel,
         "elastic_consumer",
         TAU,
     ),
@@ -157,15 +159,15 @@ BROKEN = {
         elastic,
         "o, u = warpgroup_mma_wait(0",
         "o, u = warpgroup_mma_wait(1",
-        forward,
+        kernel,
         "elastic_consumer",
         TAU,
     ),
     "tile before still leaving": (
         elastic,
-        "            tma.store_wait(0)\n",
-        "            pass\n",
-        forward,
+        "        tma.store_wait(0)\n",
+        "        pass\n",
+        kernel,
         "elastic_consumer",
         TAU,
     ),

@@ -9,7 +9,11 @@ pytest.importorskip("triton")
 
 from aot import SHARED_MEMORY, Report, compiled
 
-from backlight.backends.hopper import backward, band, dbias, dq, forward, prepass
+from backlight.backends.hopper.backward import dbias, prepass
+from backlight.backends.hopper.backward import dbias_ordered as band
+from backlight.backends.hopper.backward import dq_rows as dq
+from backlight.backends.hopper.backward import kernel as backward
+from backlight.backends.hopper.forward import host as forward
 from backlight.call import Call
 from backlight.spec import AttentionSpec
 

@@ -17,7 +17,8 @@ def start(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: di
     """`kernel[grid](*args, **constants, **options)`, without Triton's search for the compiled kernel from the second time on.
 
     Constants are the last parameters of the kernel. What else can make Triton compile again is in the key: device, dtypes,
-    alignment of pointers, integers that need 64 bits. The kernels specialise on no other value.
+    alignment of pointers, integers that need 64 bits. The kernels specialise on no other value, except for integers inside a
+    tuple: there Triton does not ask whether it should.
 
     Returns the compiled kernel; None from a stand-in of the tests.
     """
@@ -36,6 +37,13 @@ def start(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: di
 def _kind(arg: Any) -> Any:
     if type(arg) is int:
         return arg >> 31
+    if isinstance(arg, tuple):
+        return type(arg), *(_specialised(x) if type(x) is int else _kind(x) for x in arg)
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() & 15
     return arg.base.dtype if isinstance(arg, TensorDescriptor) else type(arg)
+
+
+def _specialised(number: int) -> tuple[int, bool, bool]:
+    """What Triton looks at in an integer that it may specialise on."""
+    return number >> 31, number == 1, number % 16 == 0

@@ -25,14 +25,16 @@ SHORT = 1024
 class ForwardConfig:
     """`consumers` warpgroups of 64 rows, blocks of `block_n` keys.
 
-    pingpong:     warpgroups take turns with their matmuls.
-    persistent:   one CTA per multiprocessor draws tiles; otherwise one CTA per tile.
-    together:     heads whose row blocks interleave (0: by the mask).
-    early_p:      P is converted to 16 bits before O += P V of the block before is waited for; late_rescale: O is rescaled after
-                  the next S = Q K^T is issued. Both take work out of the gap between two matmuls and cost registers.
-    trust:        blocks without mask do without a maximum; tiles where that was wrong are done again.
-    q_buffers:    2: Q of the next tile arrives while this one is worked on.
-    drawn:        tiles of different lengths are drawn from a counter; otherwise each CTA has its own in advance.
+    pingpong:       warpgroups take turns with their matmuls.
+    persistent:     one CTA per multiprocessor draws tiles; otherwise one CTA per tile.
+    together:       heads whose row blocks interleave (0: by the mask).
+    early_p:        P is converted to 16 bits before the wait for O += P V of the block before.
+    late_rescale:   O is rescaled after the next S = Q K^T is issued. Like early_p it takes work out of the gap between two
+                    matmuls and costs registers.
+    keep_first_max: blocks without a mask are weighed by the maximum of the blocks before them; tiles that overflow because of
+                    that are done again.
+    q_buffers:      2: Q of the next tile arrives while this one is worked on.
+    drawn:          tiles of different lengths are drawn from a counter; otherwise each CTA has its own in advance.
     """
 
     block_n: int
@@ -43,7 +45,7 @@ class ForwardConfig:
     together: int = 0
     early_p: bool = False
     late_rescale: bool = False
-    trust: bool = False
+    keep_first_max: bool = False
     q_buffers: int = 1
     drawn: bool = True
 
@@ -80,47 +82,49 @@ def forward_config(call: Call) -> ForwardConfig:
 
 def forward_heuristic(call: Call) -> ForwardConfig:
     width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
-    masked, trust, rows, keys = call.spec.masked, trusts(call), rows_of(call), keys_of(call)
+    masked, keep, rows, keys = call.spec.masked, keeps_first_max(call), rows_of(call), keys_of(call)
     if width <= 64 and call.spec.softcap is not None:
         # squares of scores need registers: fewer scores for each of the three
-        return ForwardConfig(64, 3, trust=trust)
+        return ForwardConfig(64, 3, keep_first_max=keep)
     # where rows are short, loads of the next tile have to be under way before this one ends; where they are masked, too, what
     # they save without maxima does not pay for the check at their end
     if width <= 64 and rows <= SHORT:
-        trust = trust and (keys > SHORT or not masked)
-        return ForwardConfig(128, 2, stages=4, q_buffers=2, drawn=call.varlen, trust=trust)
+        keep = keep and (keys > SHORT or not masked)
+        return ForwardConfig(128, 2, stages=4, q_buffers=2, drawn=call.varlen, keep_first_max=keep)
     if width <= 64:
-        return ForwardConfig(128, 3, pingpong=masked or trust, late_rescale=masked, trust=trust, q_buffers=1 if masked else 2)
+        return ForwardConfig(
+            128, 3, pingpong=masked or keep, late_rescale=masked, keep_first_max=keep, q_buffers=1 if masked else 2
+        )
     if width <= 128 and masked and max(rows, keys) <= SHORT // 2:
         return ForwardConfig(64, 2, stages=4, q_buffers=2, drawn=call.varlen)
     if width <= 128:
-        return ForwardConfig(128, 2, trust=trust, q_buffers=2)
-    return ForwardConfig(64, 2, early_p=not masked, late_rescale=not masked and not trust, trust=trust)
+        return ForwardConfig(128, 2, keep_first_max=keep, q_buffers=2)
+    return ForwardConfig(64, 2, early_p=not masked, late_rescale=not masked and not keep, keep_first_max=keep)
 
 
-def trusts(call: Call) -> bool:
+def keeps_first_max(call: Call) -> bool:
     """Whether rows keep their first maximum: float16 has no room above it, and a window has few blocks without a mask."""
     return call.q.dtype == torch.bfloat16 and call.spec.left is None
 
 
 def elastic_config(call: Call) -> ForwardConfig:
-    """With tau: no options but block_n, consumers, stages, persistent, together and trust."""
+    """With tau: no options but block_n, consumers, stages, persistent, together and keep_first_max."""
     return resolve("hopper.elastic", lambda: elastic_heuristic(call))
 
 
 def elastic_heuristic(call: Call) -> ForwardConfig:
     width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
-    trust = trusts(call)
+    keep = keeps_first_max(call)
     if width > 128:
         # wide q and k leave no shared memory for more stages
         return ForwardConfig(64, 2)
     if width > 64:
         # bias and cap leave no registers for keeping the first maximum as well
-        return ForwardConfig(64, 2, stages=4, trust=trust and not (call.spec.bias and call.spec.softcap is not None))
+        return ForwardConfig(64, 2, stages=4, keep_first_max=keep and not (call.spec.bias and call.spec.softcap is not None))
     # squares of scores need registers
     if call.spec.softcap is not None or (call.spec.masked and rows_of(call) <= SHORT):
-        return ForwardConfig(64, 2, stages=4, trust=trust)
-    return ForwardConfig(64, 3, stages=4, trust=trust)
+        return ForwardConfig(64, 2, stages=4, keep_first_max=keep)
+    return ForwardConfig(64, 3, stages=4, keep_first_max=keep)
 
 
 def share_q_and_o(config: ForwardConfig, bd: int, bdv: int) -> bool:

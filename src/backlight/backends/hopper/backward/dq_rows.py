@@ -20,10 +20,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
+from backlight.backends.hopper.backward.prepass import Rows
 from backlight.backends.hopper.compat import Maybe, arguments, smem_reinterpret, tma_load, warpgroup_mma_wait
 from backlight.backends.hopper.config import dq_config
 from backlight.backends.hopper.launch import Launch
-from backlight.backends.hopper.prepass import Rows
 from backlight.backends.hopper.primitives import (
     INF,
     WM,

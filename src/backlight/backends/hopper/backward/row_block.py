@@ -10,10 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from backlight.backends.hopper.compat import arguments, barrier, warpgroup_mma_wait
-from backlight.backends.hopper.dbias import leave_diagonals
-from backlight.backends.hopper.dq import above, add_fragments, dq_fragments
-from backlight.backends.hopper.keytiles import (
+from backlight.backends.hopper.backward.dbias import leave_diagonals
+from backlight.backends.hopper.backward.dq_rows import above, add_fragments, dq_fragments
+from backlight.backends.hopper.backward.key_tiles import (
     BAND_BEGIN,
     BAND_END,
     BATCH,
@@ -34,6 +33,7 @@ from backlight.backends.hopper.keytiles import (
     seen_rows,
     told,
 )
+from backlight.backends.hopper.compat import arguments, barrier, warpgroup_mma_wait
 from backlight.backends.hopper.primitives import (
     INF,
     anew,

@@ -30,13 +30,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from backlight.backends.hopper.apart import apart_dk_dv
-from backlight.backends.hopper.band import band_dbias
-from backlight.backends.hopper.compat import LATE_ADDRESSES, Maybe, arguments, smem_reinterpret, tma_reduce_add
-from backlight.backends.hopper.config import backward_config, keys_together, room_for_dv
-from backlight.backends.hopper.dbias import CELLS, GROUPS, Diagonals, add_diagonals
-from backlight.backends.hopper.dq import convert_dq, dq_tile_layout, split_dq
-from backlight.backends.hopper.keytiles import (
+from backlight.backends.hopper.backward.dbias import CELLS, GROUPS, Diagonals, add_diagonals
+from backlight.backends.hopper.backward.dbias_ordered import band_dbias
+from backlight.backends.hopper.backward.dq_rows import convert_dq, dq_tile_layout, split_dq
+from backlight.backends.hopper.backward.key_tiles import (
     SLOT,
     drawn,
     key_tile,
@@ -49,8 +46,12 @@ from backlight.backends.hopper.keytiles import (
     published_tile,
     tile_row,
 )
+from backlight.backends.hopper.backward.narrow import apart_dk_dv
+from backlight.backends.hopper.backward.prepass import Rows, prepass
+from backlight.backends.hopper.backward.row_block import BOTH, KV_EMPTY, OUT_FULL, Q_EMPTY, Sums, row_loops, tile_layout
+from backlight.backends.hopper.compat import LATE_ADDRESSES, Maybe, arguments, smem_reinterpret, tma_reduce_add
+from backlight.backends.hopper.config import backward_config, keys_together, room_for_dv
 from backlight.backends.hopper.launch import Launch
-from backlight.backends.hopper.prepass import Rows, prepass
 from backlight.backends.hopper.primitives import (
     bar_arrive,
     bar_sync,
@@ -58,7 +59,6 @@ from backlight.backends.hopper.primitives import (
     load_tile,
     store_tile,
 )
-from backlight.backends.hopper.rowblock import BOTH, KV_EMPTY, OUT_FULL, Q_EMPTY, Sums, row_loops, tile_layout
 from backlight.backends.hopper.terms import (
     cap_factor,
     table_of,

@@ -1,4 +1,4 @@
-"""Rows that keep the maximum of their first blocks (`trust`), also where scores grow far above it."""
+"""Rows that keep the maximum of their first blocks (`keep_first_max`), also where scores grow far above it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ pytest.importorskip("triton")
 from modules import mutant
 from test_terms import examine
 
-from backlight.backends.hopper import again, consumer, elastic, forward, producer, terms, tiles
+from backlight.backends.hopper import terms
 from backlight.backends.hopper.config import ForwardConfig
+from backlight.backends.hopper.forward import consumer, kernel, overflow, producer, scores, steps
+from backlight.backends.hopper.forward import host as forward
 from backlight.config import override
 from backlight.reference import oracle
 from cases import FP16, Case, case_id
@@ -39,14 +41,18 @@ WITH_TAU = (
     Case("tau,very hot", b=1, hq=1, hkv=1, sq=500, sk=500, d=64, causal=True, tau=(-0.8,), logits=100.0),
     Case("packed,tau", hq=2, hkv=1, lengths_q=(300, 1, 0, 600), d=64, causal=True, tau=(-1.0, 0.4)),
 )
-TRUST = ForwardConfig(128, 3, pingpong=True, late_rescale=True, trust=True)
+KEEP_FIRST_MAX = ForwardConfig(128, 3, pingpong=True, late_rescale=True, keep_first_max=True)
 FORWARD = (
-    TRUST,
-    ForwardConfig(64, 2, trust=True),
-    ForwardConfig(128, 2, early_p=True, trust=True),
-    ForwardConfig(128, 2, trust=True, q_buffers=2),
+    KEEP_FIRST_MAX,
+    ForwardConfig(64, 2, keep_first_max=True),
+    ForwardConfig(128, 2, early_p=True, keep_first_max=True),
+    ForwardConfig(128, 2, keep_first_max=True, q_buffers=2),
 )
-ELASTIC = (ForwardConfig(128, 3, trust=True), ForwardConfig(64, 2, trust=True), ForwardConfig(128, 3, trust=True, q_buffers=2))
+ELASTIC = (
+    ForwardConfig(128, 3, keep_first_max=True),
+    ForwardConfig(64, 2, keep_first_max=True),
+    ForwardConfig(128, 3, keep_first_max=True, q_buffers=2),
+)
 ORDERS = pytest.mark.parametrize("late", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["late", "early"])
 
 
@@ -58,8 +64,8 @@ def test_forward(case: Case, config: ForwardConfig, late: bool) -> None:
         examine(case, late)
 
 
-SHARED = ForwardConfig(64, 2, trust=True)
-ALONE = ForwardConfig(64, 2, persistent=False, trust=True)
+SHARED = ForwardConfig(64, 2, keep_first_max=True)
+ALONE = ForwardConfig(64, 2, persistent=False, keep_first_max=True)
 WIDE = Case("shared q and o,hot", b=1, hq=2, hkv=1, sq=200, sk=300, d=256, causal=True, **HOT)
 GATED = Case("shared q and o,gate,hot", b=1, hq=1, hkv=1, sq=200, sk=200, d=256, gate=True, **HOT)
 GROUPED = Case("a cta for each tile,hot", b=2, hq=4, hkv=2, sq=260, sk=330, d=16, causal=True, **HOT)
@@ -79,7 +85,7 @@ def test_single_hot_rows(hot: int) -> None:
     case = Case("one row", b=1, hq=3, hkv=1, sq=300, sk=700, d=64)
     problem = case.make(FP16)
     problem.call.q[0, 1, hot] *= 60.0
-    with override("hopper.forward", TRUST), emulator.emulated(forward, late=True):
+    with override("hopper.forward", KEEP_FIRST_MAX), emulator.emulated(forward, late=True):
         y, lse, _ = forward.forward(problem.call)
     verdict = judge(problem.call, None, None, {"y": y, "lse": lse})
     assert verdict.ok, str(verdict)
@@ -94,18 +100,24 @@ def test_elastic(case: Case, config: ForwardConfig, late: bool) -> None:
 
 
 BROKEN = {
-    "not remembered": (again, "remember(p, ticket, lse_row, i0, W)", "pass", consumer, "kept"),
+    "not remembered": (overflow, "remember_overflow(p, ticket, lse_row, i0, W)", "pass", steps, "rows_to_store"),
     "all but the last forgotten": (
-        again,
-        "again_s.index(W).load(four), 0).to(gl.float32)",
-        "again_s.index(W).load(four), 0) * 0.0 - 1.0",
-        consumer,
-        "kept",
+        overflow,
+        "buffers.overflow.index(W).load(four), 0).to(gl.float32)",
+        "buffers.overflow.index(W).load(four), 0) * 0.0 - 1.0",
+        steps,
+        "rows_to_store",
     ),
-    "done again without care": (tiles, "near = gl.where(careful, view.begin, near)", "pass", consumer, "nearest"),
-    "done again too soon": (producer, "q_phase(p, turn + i) ^ 1)", "q_phase(p, turn + i))", forward, "producer"),
-    "any sum will do": (again, "else 2.0**15", "else 2.0**120", consumer, "largest_sum"),
-    "never rescaled": (consumer, "o = rescaled_after(p, o, rows.rescale, block + 1, near)", "pass", forward, "plain_consumer"),
+    "done again without care": (scores, "far_end = gl.where(careful, view.begin, far_end)", "pass", consumer, "far_blocks_end"),
+    "done again too soon": (producer, "q_phase(p, turn + i) ^ 1)", "q_phase(p, turn + i))", kernel, "producer"),
+    "any sum will do": (overflow, "else 2.0**15", "else 2.0**120", consumer, "largest_sum"),
+    "never rescaled": (
+        consumer,
+        "o = rescaled_after(p, o, rows.rescale, block + 1, far_end)",
+        "pass",
+        kernel,
+        "plain_consumer",
+    ),
 }
 
 
@@ -115,13 +127,13 @@ def test_what_is_broken_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(emulator, "PATIENCE", 0.5)
     monkeypatch.setattr(user, attribute, getattr(mutant(tmp_path, module, old, new), attribute))
     case = Case("broken", b=1, hq=3, hkv=1, sq=700, sk=700, d=16, causal=True, **HOT)
-    with override("hopper.forward", TRUST), pytest.raises((RuntimeError, AssertionError)):
+    with override("hopper.forward", KEEP_FIRST_MAX), pytest.raises((RuntimeError, AssertionError)):
         examine(case, late=True)
 
 
 def test_elastic_tiles_are_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = mutant(tmp_path, again, "remember(p, ticket, lse_row, i0, W)", "pass")
-    monkeypatch.setattr(elastic, "kept", broken.kept)
+    broken = mutant(tmp_path, overflow, "remember_overflow(p, ticket, lse_row, i0, W)", "pass")
+    monkeypatch.setattr(steps, "rows_to_store", broken.rows_to_store)
     with override("hopper.elastic", ELASTIC[0]), pytest.raises(AssertionError):
         examine(WITH_TAU[2], late=True)
 

@@ -18,10 +18,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from backlight.backends.hopper.backward.dbias import CELLS, GROUPS, parts_of
+from backlight.backends.hopper.backward.prepass import Rows
 from backlight.backends.hopper.compat import warpgroup_mma_wait
-from backlight.backends.hopper.dbias import CELLS, GROUPS, parts_of
 from backlight.backends.hopper.launch import Launch
-from backlight.backends.hopper.prepass import Rows
 from backlight.backends.hopper.primitives import INF, barriers, load_tile, mma_over_columns, phase_of, stage_of
 from backlight.backends.hopper.terms import TABLE_PAD, bias_tile, cap_factor, capped, table_of, threshold, unit_of
 from backlight.spec import LOG2E

@@ -22,17 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from backlight.backends.hopper.compat import (
-    LATE_ADDRESSES,
-    OWN_REGISTERS,
-    arguments,
-    smem_reinterpret,
-    tma_reduce_add,
-    warpgroup_mma_wait,
-)
-from backlight.backends.hopper.config import keys_together
-from backlight.backends.hopper.dq import dq_half_layout
-from backlight.backends.hopper.keytiles import (
+from backlight.backends.hopper.backward.dq_rows import dq_half_layout
+from backlight.backends.hopper.backward.key_tiles import (
     BEGIN,
     BOTH_ENDS,
     CAREFUL_END,
@@ -58,8 +49,17 @@ from backlight.backends.hopper.keytiles import (
     tile_row,
     told,
 )
+from backlight.backends.hopper.backward.prepass import Rows
+from backlight.backends.hopper.compat import (
+    LATE_ADDRESSES,
+    OWN_REGISTERS,
+    arguments,
+    smem_reinterpret,
+    tma_reduce_add,
+    warpgroup_mma_wait,
+)
+from backlight.backends.hopper.config import keys_together
 from backlight.backends.hopper.launch import Launch
-from backlight.backends.hopper.prepass import Rows
 from backlight.backends.hopper.primitives import (
     WM,
     afresh,

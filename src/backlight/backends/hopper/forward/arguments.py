@@ -1,0 +1,128 @@
+"""Arguments of the forward's kernel: grouped as the host gives them, and as its partitions share them.
+
+Integers stand by themselves: inside a tuple Triton would compile the kernel again for other lengths.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from backlight.backends.hopper.compat import Maybe, arguments
+from backlight.backends.hopper.forward.ring import Ring
+
+
+class Packing(NamedTuple):
+    """Packed sequences: borders of rows and of keys, and the first tile of each sequence."""
+
+    cu_q_ptr: Any
+    cu_k_ptr: Any
+    cu_tiles_ptr: Any
+
+
+class Scale(NamedTuple):
+    """Factors from scores to logits, natural and in base 2.
+
+    unit_rest: what the two, rounded to fp32, differ by; it would show in the last bits of lse.
+    """
+
+    unit: Any
+    unit_log2: Any
+    unit_rest: Any
+
+
+class Terms(NamedTuple):
+    """Learned terms and the cap (terms.py). One that is absent is None: neither an argument nor a captured value."""
+
+    table_ptr: Any
+    sink_ptr: Any
+    tau_ptr: Any
+    cap_factor: Any
+    cap_log2: Any
+
+
+class Variant(NamedTuple):
+    """What is compiled in: a kernel holds no trace of a term that the spec does not have."""
+
+    D: int
+    # D and Dv as wide as tiles are
+    BD: int
+    BDV: int
+    BN: int
+    # consumer warpgroups
+    NC: int
+    # stages of the rings of K and V
+    ST: int
+    # buffers of Q
+    QB: int
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    VARLEN: bool
+    # a mask, or a last block that is not full
+    MASKED: bool
+    # options of ForwardConfig
+    EARLY_P: bool
+    LATE_RESCALE: bool
+    PINGPONG: bool
+    KEEP_FIRST_MAX: bool
+    # O leaves through the memory of Q
+    SHARE_QO: bool
+    SOFTCAP: bool
+    BIAS: bool
+    SINK: bool
+    GATE: bool
+    TAU: bool
+    SAVE_U: bool
+    # biased blocks keep the first maximum too
+    BIAS_KEEPS_MAX: bool
+
+
+@arguments
+class Buffers:
+    """Shared memory of a CTA besides the rings of K and V, and its mbarriers.
+
+    tile: published tiles (tiles.py); overflow: for each warpgroup the first tile that it has to do again (overflow.py).
+    """
+
+    q: gl.shared_memory_descriptor
+    o: gl.shared_memory_descriptor
+    u: Maybe
+    tile: gl.shared_memory_descriptor
+    overflow: Maybe
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    gate_full: Maybe
+
+
+@arguments
+class Forward:
+    """What the partitions share: the kernel's arguments in their order, then shared memory."""
+
+    q_desc: tma.tensor_descriptor
+    k_desc: tma.tensor_descriptor
+    v_desc: tma.tensor_descriptor
+    o_desc: tma.tensor_descriptor
+    lse_ptr: gl.tensor
+    packing: Maybe
+    counter_ptr: gl.tensor
+    dynamic: gl.tensor
+    n_segments: gl.tensor
+    n_tiles: gl.tensor
+    row_tiles: gl.tensor
+    together: gl.tensor
+    heads: gl.tensor
+    group: gl.tensor
+    sq: gl.tensor
+    sk: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    scale: Maybe
+    gate_desc: Maybe
+    u_desc: Maybe
+    terms: Maybe
+    n_bias: Maybe
+    bias_origin: Maybe
+    V: gl.constexpr
+    buffers: Buffers
+    k: Ring
+    v: Ring

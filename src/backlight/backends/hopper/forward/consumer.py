@@ -1,0 +1,213 @@
+"""A consumer partition of the forward without tau: a warpgroup that owns 64 rows of every tile (eq. 31).
+
+The next S = Q K^T is issued before O += P V of the previous block is waited on, so the softmax runs under a matmul; P goes from
+the accumulator's registers straight into the second matmul. Registers: S and O fp32, P 16 bit.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
+
+from backlight.backends.hopper.compat import arguments, warpgroup_mma_wait
+from backlight.backends.hopper.forward.overflow import largest_sum, stores_tile, ticket_of
+from backlight.backends.hopper.forward.ring import hand_on_turn, release, ring_stage, skip_stage, wait_full, wait_turn
+from backlight.backends.hopper.forward.scores import (
+    cap_of,
+    far_blocks_end,
+    first_max_step,
+    first_sums,
+    hide,
+    lse_of,
+    scored,
+    seen_scores,
+    with_bias,
+)
+from backlight.backends.hopper.forward.steps import (
+    accumulator,
+    first_head,
+    load_gate,
+    lse_target,
+    next_head,
+    no_products,
+    release_q,
+    row_totals,
+    start_scores,
+    store_rows,
+    take_scores,
+    write_o,
+)
+from backlight.backends.hopper.forward.tiles import END, place_of, q_buffer, view_of
+from backlight.backends.hopper.primitives import INF, WM, as_weights, rescaled, softmax_step
+
+
+@arguments
+class Rows:
+    """What a warpgroup carries from block to block: O, weights of the last block (still to be multiplied by V), sums of rows.
+
+    rescale: what O has to be multiplied by before those weights are added.
+    """
+
+    o: gl.tensor
+    weights: gl.tensor
+    row_max: gl.tensor
+    row_sum: gl.tensor
+    rescale: gl.tensor
+
+
+@gluon.jit
+def skip_blocks(p, n, count, W: gl.constexpr):
+    """Release n blocks that this warpgroup has no use for."""
+    for _ in range(n):
+        if p.V.PINGPONG:
+            wait_turn(p, W)
+            hand_on_turn(p, W)
+        skip_stage(p.k, count)
+        count = skip_stage(p.v, count)
+    return count
+
+
+@gluon.jit
+def rescaled_after(p, o, rescale, block, far_end):
+    """O, rescaled as the softmax of `block` asks for."""
+    if p.V.KEEP_FIRST_MAX:
+        if block >= far_end:
+            o = rescaled(o, rescale)
+    else:
+        o = rescaled(o, rescale)
+    return o
+
+
+@gluon.jit
+def first_block(p, q, view, row_max, row_sum, count):
+    """`Rows` after the block that the mask may cut, the last one."""
+    o = no_products(p.V.BDV)
+    s = take_scores(p, q, count)
+    s = with_bias(p, view, scored(p, s, cap_of(p, s)), view.end - 1)
+    if p.V.MASKED:
+        s = hide(p, s, view.position, view.end - 1, view.sk)
+    p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
+    return Rows(o, as_weights(p32, o, p.q_desc.dtype), row_max, row_sum, rescale)
+
+
+@gluon.jit
+def advance(p, q, view, rows, count, block, far_end, W: gl.constexpr):
+    """S of a block, O += P V of the one before it, then the softmax of this block under that matmul."""
+    dtype: gl.constexpr = p.q_desc.dtype
+    o = rows.o
+    row_max = rows.row_max
+    row_sum = rows.row_sum
+    stage = ring_stage(p.k, count)
+    previous = ring_stage(p.v, count - 1)
+    if p.V.PINGPONG:
+        wait_turn(p, W)
+    s_token = start_scores(p, q, stage)
+    if p.V.LATE_RESCALE:
+        o = rescaled_after(p, o, rows.rescale, block + 1, far_end)
+    wait_full(p.v, count - 1)
+    o_token = warpgroup_mma(rows.weights, p.v.tiles.index(previous), o, is_async=True)
+    if p.V.PINGPONG:
+        hand_on_turn(p, W)
+    s = warpgroup_mma_wait(1, deps=[s_token])
+    release(p.k, stage)
+    rescale = gl.full([WM], 1.0, gl.float32, gl.SliceLayout(1, s.type.layout))
+    y = cap_of(p, s)
+    if p.V.BIAS_KEEPS_MAX:
+        s = with_bias(p, view, s, block)
+    if p.V.KEEP_FIRST_MAX:
+        if block < far_end:
+            p32, row_sum = first_max_step(p, s, y, row_max, row_sum)
+        else:
+            s = seen_scores(p, view, s, y, block)
+            p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
+    else:
+        s = seen_scores(p, view, s, y, block)
+        p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
+    if p.V.EARLY_P:
+        new_weights = as_weights(p32, o, dtype)
+    # the wait for the next K tile ends the basic block: without it ptxas hoists the wgmma wait above the softmax
+    wait_full(p.k, count + 1, block > view.begin)
+    if p.V.EARLY_P:
+        o, weights = warpgroup_mma_wait(0, deps=[o_token, new_weights])
+    else:
+        o, p32 = warpgroup_mma_wait(0, deps=[o_token, p32])
+        weights = as_weights(p32, o, dtype)
+    release(p.v, previous)
+    if not p.V.LATE_RESCALE:
+        o = rescaled_after(p, o, rescale, block, far_end)
+    return Rows(o, weights, row_max, row_sum, rescale)
+
+
+@gluon.jit
+def finish(p, rows, begin, far_end, count, turn, W: gl.constexpr):
+    """O += P V of the first block, lse, and O on its way to global memory."""
+    o = rows.o
+    if p.V.LATE_RESCALE:
+        o = rescaled_after(p, o, rows.rescale, begin, far_end)
+    if not p.V.SHARE_QO and not p.V.KEEP_FIRST_MAX:
+        release_q(p, turn, W)
+    elif p.V.GATE and p.V.SHARE_QO:
+        load_gate(p, W, turn)
+    last = ring_stage(p.v, count - 1)
+    wait_full(p.v, count - 1)
+    o_token = warpgroup_mma(rows.weights, p.v.tiles.index(last), o, is_async=True)
+    total = row_totals(rows.row_sum, accumulator(p.V.BN))
+    lse = lse_of(p, rows.row_max, total)
+    # read again: registers are short in the loops
+    place = place_of(p, turn & 3, W)
+    ticket = ticket_of(p, turn & 3)
+    lse_ptr, keep = lse_target(p, place, total, ticket, largest_sum(p.q_desc.dtype), W)
+    if p.V.KEEP_FIRST_MAX and not p.V.SHARE_QO:
+        release_q(p, turn, W)
+    gl.store(lse_ptr, gl.where(total == 0.0, -INF, lse), mask=keep)
+    inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, o.type.layout), assert_trivial=True)
+    inverse = gl.expand_dims(inverse, 1)
+    if not p.V.GATE:
+        # the store of the tile before has left the buffer
+        tma.store_wait(0)
+    o = warpgroup_mma_wait(0, deps=[o_token])
+    release(p.v, last)
+    o = o * inverse
+    if p.V.MASKED:
+        # rows without a visible key: total is 0, and o may be 0 * inf
+        o = gl.where(inverse == INF, 0.0, o)
+    write_o(p, o, turn, W)
+    fence_async_shared()
+    if stores_tile(p, ticket, W):
+        store_rows(p, p.o_desc, place, p.buffers.o.index(W))
+    if p.V.SHARE_QO:
+        tma.store_wait(0)
+        release_q(p, turn, W)
+
+
+@gluon.jit
+def plain_consumer(p, W: gl.constexpr):
+    s_l: gl.constexpr = accumulator(p.V.BN)
+    if p.V.PINGPONG and W == p.V.NC - 1:
+        hand_on_turn(p, W)
+    head = first_head(p, W)
+    count = head * 0
+    turn = head * 0
+    while head != END:
+        q = p.buffers.q.index(q_buffer(p, turn, W))
+        view = view_of(p, head, turn & 3, W, gl.SliceLayout(1, s_l))
+        ticket = ticket_of(p, turn & 3)
+        if p.V.GATE and not p.V.SHARE_QO:
+            load_gate(p, W, turn)
+        row_max, row_sum = first_sums(p, head, s_l)
+        if p.V.HAS_RIGHT:
+            count = skip_blocks(p, view.tile_end - view.end, count, W)
+        rows = first_block(p, q, view, row_max, row_sum, count)
+        count += 1
+        wait_full(p.k, count, view.end - view.begin > 1)
+        far_end = far_blocks_end(p, view, ticket < 0, not p.V.BIAS_KEEPS_MAX)
+        for j in range(view.end - 1 - view.begin):
+            rows = advance(p, q, view, rows, count, view.end - 2 - j, far_end, W)
+            count += 1
+        finish(p, rows, view.begin, far_end, count, turn, W)
+        if p.V.HAS_LEFT:
+            count = skip_blocks(p, view.begin - view.tile_begin, count, W)
+        turn += 1
+        head = next_head(p, turn, W)
+    tma.store_wait(0)
+    if p.V.PINGPONG and W == 0:
+        wait_turn(p, W)

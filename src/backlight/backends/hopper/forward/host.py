@@ -1,0 +1,128 @@
+"""The forward on the host: which tiles there are, the kernel's arguments, its launch."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backlight.backends.hopper.config import (
+    ForwardConfig,
+    elastic_config,
+    forward_config,
+    heads_together,
+    share_q_and_o,
+)
+from backlight.backends.hopper.forward.arguments import Packing, Scale, Terms, Variant
+from backlight.backends.hopper.forward.kernel import _fwd_kernel
+from backlight.backends.hopper.launch import Launch, multiprocessors, readable
+from backlight.backends.hopper.primitives import LN2
+from backlight.backends.hopper.terms import cap_factor, single, table_of
+from backlight.call import Call
+from backlight.spec import LOG2E
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Tiles of a forward and the programs that share them; dynamic: they draw tiles from a counter."""
+
+    config: ForwardConfig
+    row_tiles: int
+    n_tiles: int
+    programs: int
+    uneven: bool
+    dynamic: bool
+
+    @classmethod
+    def of(cls, launch: Launch) -> "Schedule":
+        call = launch.call
+        config = forward_config(call) if call.tau is None else elastic_config(call)
+        row_tiles = launch.row_tiles(config.block_m)
+        n_tiles = row_tiles * launch.batch * launch.heads
+        programs = min(n_tiles, multiprocessors(call.q.device)) if config.persistent else n_tiles
+        uneven = call.spec.masked or call.varlen
+        return cls(config, row_tiles, n_tiles, programs, uneven, uneven and config.drawn and programs < n_tiles)
+
+
+def scale_of(call: Call) -> Scale:
+    """With a cap, scores come in base 2 already."""
+    unit = call.scale if call.spec.softcap is None else LN2.value
+    unit_log2 = 1.0 if call.spec.softcap else unit * LOG2E
+    return Scale(unit, unit_log2, math.log(2.0) * single(unit_log2) - single(unit))
+
+
+def variant_of(launch: Launch, schedule: Schedule, save_u: bool) -> Variant:
+    call, config, flags = launch.call, schedule.config, launch.flags
+    even = not schedule.uneven and launch.sk % config.block_n == 0
+    keep_first_max = config.keep_first_max and call.spec.left is None
+    return Variant(
+        D=launch.d,
+        BD=launch.bd,
+        BDV=launch.bdv,
+        BN=config.block_n,
+        NC=config.consumers,
+        ST=config.stages,
+        QB=config.q_buffers,
+        **flags,
+        MASKED=flags["HAS_LEFT"] or flags["HAS_RIGHT"] or not even,
+        EARLY_P=config.early_p,
+        LATE_RESCALE=config.late_rescale,
+        PINGPONG=config.pingpong,
+        KEEP_FIRST_MAX=keep_first_max,
+        SHARE_QO=share_q_and_o(config, launch.bd, launch.bdv),
+        SOFTCAP=call.spec.softcap is not None,
+        BIAS=call.bias is not None,
+        SINK=call.sink is not None,
+        GATE=call.gate is not None,
+        TAU=call.tau is not None,
+        SAVE_U=save_u,
+        BIAS_KEEPS_MAX=keep_first_max and call.bias is not None and call.spec.softcap is None,
+    )
+
+
+def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(y, lse, u) of a call that `why_not` accepts; u (eq. 12) with tau only, and only when asked for."""
+    launch = Launch(call, choices=save_u)
+    y = torch.empty_like(call.q) if launch.dv == launch.d else call.q.new_empty(*call.q.shape[:3], launch.dv)
+    lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
+    u = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) if save_u and call.tau is not None else None
+    if y.numel() == 0 or launch.sk == 0:
+        empty = -torch.inf if call.sink is None else call.sink.float()[None, :, None].expand_as(lse)
+        return y.zero_(), lse.copy_(torch.as_tensor(empty)), None if u is None else u.zero_()
+    schedule = launch.once("forward", lambda: Schedule.of(launch))
+    cu_q, cu_k, first_tiles, n_segments = launch.packing(call.cu_seqlens_q, schedule.config.block_m)
+    counter = launch.counter(schedule.dynamic)
+    gate = None if call.gate is None else readable(call.gate)
+    table = table_of(call)
+    sink, tau = (None if term is None else term.contiguous() for term in (call.sink, call.tau))
+
+    def describe() -> dict[str, Any]:
+        config, cap = schedule.config, call.spec.softcap
+        args = [
+            launch.rows(call.q, 64, launch.bd),
+            launch.rows(call.k, config.block_n, launch.bd),
+            launch.rows(call.v, config.block_n, launch.bdv),
+            launch.rows(y, 64, launch.bdv),
+            lse,
+            Packing(cu_q, cu_k, first_tiles),
+            counter,
+            int(schedule.dynamic),
+            n_segments,
+            schedule.n_tiles,
+            schedule.row_tiles,
+            heads_together(call, config),
+            *launch.geometry,
+            scale_of(call),
+            *(None if x is None else launch.rows(x, 64, launch.bdv) for x in (gate, u)),
+            Terms(table, sink, tau, cap_factor(call), None if cap is None else cap * LOG2E),
+            None if call.bias is None else call.bias.shape[1],
+            None if call.bias is None else call.spec.bias_origin,
+        ]
+        constants = {"V": variant_of(launch, schedule, u is not None)}
+        maxnreg = 168 if config.consumers == 2 else 128
+        return {"grid": (schedule.programs,), "args": args, "constants": constants, "num_warps": 4, "maxnreg": maxnreg}
+
+    tensors = (call.q, call.k, call.v, y, lse, cu_q, cu_k, first_tiles, counter, gate, u, table, sink, tau)
+    launch.start(_fwd_kernel, tensors, describe)
+    return y, lse, u

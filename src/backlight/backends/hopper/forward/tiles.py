@@ -1,0 +1,175 @@
+"""The tile that a CTA works on: drawn and published by the producer, read by the consumers; what their rows see of it.
+
+`p` is the argument class of the kernel (arguments.py).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from backlight.backends.hopper.compat import Maybe, arguments
+from backlight.backends.hopper.primitives import WM, clamp, key_blocks, locate, phase_of
+from backlight.backends.hopper.terms import TABLE_PAD
+
+# a published tile: batch * heads + head (END when there is none left), packed sequence, row block; four slots, because a
+# consumer reads its tile once more at the end of it, when the producer may be two tiles ahead
+SLOT = gl.constexpr(4)
+END = gl.constexpr(-1)
+HEAD = gl.constexpr(0)
+SEGMENT = gl.constexpr(1)
+BLOCK = gl.constexpr(2)
+# number of the tile, or -1 - (8 * number + warpgroups) when it is done again for some warpgroups (a bit for each)
+TICKET = gl.constexpr(3)
+
+
+@gluon.jit
+def draw(p, tile):
+    """The tile that comes after a CTA's tile: later tiles have higher numbers."""
+    next_tile = tile + gl.num_programs(0)
+    if p.dynamic != 0:
+        next_tile = gl.atomic_add(p.counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
+    return next_tile
+
+
+@gluon.jit
+def locate_tile(p, tile):
+    """(batch * heads + head, packed sequence, row block, whether it exists).
+
+    `together` heads advance side by side, their row blocks from the last (longest under a causal mask) to the first.
+    """
+    section = tile // (p.row_tiles * p.together)
+    rank = tile % (p.row_tiles * p.together)
+    head = section * p.together + rank % p.together
+    block = p.row_tiles - 1 - rank // p.together
+    z = tile * 0
+    exists = tile >= 0
+    if p.V.VARLEN:
+        z, first = locate(block, p.packing.cu_tiles_ptr, p.n_segments)
+        block -= first
+        exists = z < p.n_segments
+    return head, z, block, exists
+
+
+@gluon.jit
+def lengths(p, z):
+    """(first row, first key, rows, keys) of a packed sequence, or of the whole batch entry."""
+    q_start = p.sq * 0
+    k_start = q_start
+    sq = p.sq
+    sk = p.sk
+    if p.V.VARLEN:
+        q_start = gl.load(p.packing.cu_q_ptr + z)
+        k_start = gl.load(p.packing.cu_k_ptr + z)
+        sq = gl.load(p.packing.cu_q_ptr + z + 1) - q_start
+        sk = gl.load(p.packing.cu_k_ptr + z + 1) - k_start
+    return q_start, k_start, sq, sk
+
+
+@gluon.jit
+def tile_blocks(p, i0, rows, sq, sk):
+    """`key_blocks` of rows [i0, i0 + rows), at least one block."""
+    shift = sk - sq
+    first = i0 + shift
+    last = gl.minimum(i0 + rows, sq) - 1 + shift
+    begin, plain_begin, plain_end, end = key_blocks(first, last, sk, p.left, p.right, p.V.BN, p.V.HAS_LEFT, p.V.HAS_RIGHT)
+    return begin, plain_begin, plain_end, gl.maximum(end, begin + 1)
+
+
+@gluon.jit
+def publish(p, slot, head, z, block, ticket):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    p.buffers.tile.index(slot * SLOT + HEAD).store(gl.full([1], head, gl.int32, one))
+    p.buffers.tile.index(slot * SLOT + SEGMENT).store(gl.full([1], z, gl.int32, one))
+    p.buffers.tile.index(slot * SLOT + BLOCK).store(gl.full([1], block, gl.int32, one))
+    if p.V.KEEP_FIRST_MAX:
+        p.buffers.tile.index(slot * SLOT + TICKET).store(gl.full([1], ticket, gl.int32, one))
+
+
+@gluon.jit
+def read_field(p, slot, FIELD: gl.constexpr):
+    four: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(p.buffers.tile.index(slot * SLOT + FIELD).load(four), 0)
+
+
+@gluon.jit
+def q_buffer(p, turn, W: gl.constexpr):
+    """Where Q of a warpgroup lies in the CTA's tile number `turn`, and its two barriers."""
+    if p.V.QB == 1:
+        return W
+    return (turn & (p.V.QB - 1)) * (p.buffers.q.shape[0] // p.V.QB) + W
+
+
+@gluon.jit
+def q_phase(p, turn):
+    """Parity of the round of Q's buffers that the CTA's tile number `turn` belongs to."""
+    return phase_of(turn, p.V.QB)
+
+
+@arguments
+class Place:
+    """Where a warpgroup's rows of a published tile are.
+
+    head: b * heads + h; i0: the first row; q_start: the first row of the sequence, which has sq rows and sk keys.
+    """
+
+    head: gl.tensor
+    b: gl.tensor
+    h: gl.tensor
+    i0: gl.tensor
+    q_start: gl.tensor
+    sq: gl.tensor
+    sk: gl.tensor
+
+
+@gluon.jit
+def place_of(p, slot, W: gl.constexpr):
+    head = read_field(p, slot, HEAD)
+    i0 = read_field(p, slot, BLOCK) * (p.V.NC * WM) + W * WM
+    q_start, _, sq, sk = lengths(p, read_field(p, slot, SEGMENT))
+    return Place(head, head // p.heads, head % p.heads, i0, q_start, sq, sk)
+
+
+@arguments
+class View:
+    """What the 64 rows of a warpgroup see of their tile.
+
+    Rows from i0 on, at positions `position`; key blocks [tile_begin, tile_end) of the whole tile, [begin, end) of these rows,
+    [plain_begin, plain_end) without a mask; column: entry of the head's bias table for the first row and key 0.
+    """
+
+    i0: gl.tensor
+    q_start: gl.tensor
+    sq: gl.tensor
+    sk: gl.tensor
+    position: gl.tensor
+    tile_begin: gl.tensor
+    begin: gl.tensor
+    plain_begin: gl.tensor
+    plain_end: gl.tensor
+    end: gl.tensor
+    tile_end: gl.tensor
+    table_ptr: Maybe
+    column: gl.tensor
+
+
+@gluon.jit
+def view_of(p, head, slot, W: gl.constexpr, row_l: gl.constexpr):
+    tile = read_field(p, slot, BLOCK) * (p.V.NC * WM)
+    q_start, _, sq, sk = lengths(p, read_field(p, slot, SEGMENT))
+    i0 = tile + W * WM
+    position = i0 + sk - sq + gl.arange(0, WM, row_l)
+    tile_begin, _, _, tile_end = tile_blocks(p, tile, p.V.NC * WM, sq, sk)
+    begin, plain_begin, plain_end, end = tile_blocks(p, i0, WM, sq, sk)
+    begin = gl.minimum(begin, tile_end - 1)
+    end = clamp(end, begin + 1, tile_end)
+    table_ptr = p.terms.table_ptr
+    column = i0
+    if p.V.BIAS:
+        table_ptr = head_table(p, head)
+        column = i0 + sk - sq + p.bias_origin
+    return View(i0, q_start, sq, sk, position, tile_begin, begin, plain_begin, plain_end, end, tile_end, table_ptr, column)
+
+
+@gluon.jit
+def head_table(p, head):
+    """The padded bias table of a head."""
+    return p.terms.table_ptr + (head % p.heads).to(gl.int64) * (p.n_bias + 2 * TABLE_PAD)
