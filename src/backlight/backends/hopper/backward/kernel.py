@@ -9,10 +9,10 @@ Eight warps do all matmuls with S and dP transposed; one warp loads, one adds dq
   dk  += ds^T q    [BN, D]   ds^T from registers
 
 dq leaves in the order of its register fragments (16-byte stores without bank conflicts) and is added to an fp32 accumulator by
-TMA; `dq.py` puts the permuted tiles back. dk and dv stay in registers over all query heads of the group, so only the order of
-the dq additions is free. A CTA may work on several key tiles (`keytiles.py`). SPLIT leaves dq to a kernel of its own: bitwise
-repeatable. With heads wider than 128 (WIDE) the two warpgroups share 64 keys and split columns: p^T and ds^T both go through
-shared memory, and dq leaves from the registers.
+TMA; `dq_convert.py` puts the permuted tiles back. dk and dv stay in registers over all query heads of the group: only the order
+of the dq additions is free. A CTA may work on several key tiles (`key_tiles.py`). SPLIT leaves dq to a kernel of its own
+(`dq_rows.py`): bitwise repeatable. With heads wider than 128 (WIDE) the two warpgroups share 64 keys and split columns: p^T and
+ds^T both go through shared memory, and dq leaves from the registers.
 
 Learned terms change the arithmetic between the matmuls only; what a call does not have is not compiled in. Row blocks that meet
 the bias table have loops of their own, and leave their ds for dbias (`dbias.py`). Parity contract: tests/hopper.
@@ -31,8 +31,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from backlight.backends.hopper.backward.dbias import CELLS, GROUPS, Diagonals, add_diagonals
-from backlight.backends.hopper.backward.dbias_ordered import band_dbias
-from backlight.backends.hopper.backward.dq_rows import convert_dq, dq_tile_layout, split_dq
+from backlight.backends.hopper.backward.dbias_ordered import ordered_dbias
+from backlight.backends.hopper.backward.dq_convert import convert_dq, dq_tile_layout
+from backlight.backends.hopper.backward.dq_rows import split_dq
 from backlight.backends.hopper.backward.key_tiles import (
     SLOT,
     drawn,
@@ -46,9 +47,19 @@ from backlight.backends.hopper.backward.key_tiles import (
     published_tile,
     tile_row,
 )
-from backlight.backends.hopper.backward.narrow import apart_dk_dv
+from backlight.backends.hopper.backward.narrow import narrow_dk_dv
 from backlight.backends.hopper.backward.prepass import Rows, prepass
-from backlight.backends.hopper.backward.row_block import BOTH, KV_EMPTY, OUT_FULL, Q_EMPTY, Sums, row_loops, tile_layout
+from backlight.backends.hopper.backward.row_block import Sums, row_loops, tile_layout
+from backlight.backends.hopper.barriers import (
+    BOTH_GROUPS_AND_WARP,
+    KV_EMPTY,
+    OUT_FULL,
+    Q_EMPTY,
+    TWO_WARPS,
+    diagonals_full,
+    do_empty,
+    dq_full,
+)
 from backlight.backends.hopper.compat import LATE_ADDRESSES, Maybe, arguments, smem_reinterpret, tma_reduce_add
 from backlight.backends.hopper.config import backward_config, keys_together, room_for_dv
 from backlight.backends.hopper.launch import Launch
@@ -149,6 +160,7 @@ class Backward:
     Q_EMPTY: gl.constexpr
     DO_EMPTY: gl.constexpr
     DQ_FULL: gl.constexpr
+    DIAGONALS_FULL: gl.constexpr
     BIAS: gl.constexpr
     DBIAS: gl.constexpr
     SOFTCAP: gl.constexpr
@@ -209,16 +221,16 @@ def reducer(p):
                 for i in range(t.begin, t.end):
                     if p.DBIAS:  # noqa: SIM102 (known to the compiler)
                         if in_band(p, t, i):
-                            bar_sync(p.DQ_FULL + 1, BOTH)
+                            bar_sync(p.DIAGONALS_FULL, BOTH_GROUPS_AND_WARP)
                             add_diagonals(p, t, t.kv_head * p.group + member, i)
                             tma.store_wait(0)
                             mbarrier.arrive(p.diagonals_empty.index(0), count=1)
                     if p.DQ_TILES:
-                        bar_sync(p.DQ_FULL, BOTH)
+                        bar_sync(p.DQ_FULL, BOTH_GROUPS_AND_WARP)
                         tma_reduce_add(p.acc_desc, [tile_row(p, t, member, i), 0], dq_tile)
                         tma.store_wait(0)
                         mbarrier.arrive(p.dq_empty.index(0), count=1)
-        bar_sync(OUT_FULL, BOTH)
+        bar_sync(OUT_FULL, BOTH_GROUPS_AND_WARP)
         store_tile(p.dv_desc, t.b, t.kv_head, t.k_start, t.sk, t.j0, p.dv_s, p.VARLEN)
         store_tile(p.dk_desc, t.b, t.kv_head, t.k_start, t.sk, t.j0, p.dk_s, p.VARLEN)
         tma.store_wait(0)
@@ -258,7 +270,7 @@ def gradients(p):
         p.dv_s.store(sums.dv.to(dtype))
         p.dk_s.store((sums.dk * p.scale).to(dtype))
         fence_async_shared()
-        bar_arrive(OUT_FULL, BOTH)
+        bar_arrive(OUT_FULL, BOTH_GROUPS_AND_WARP)
         turn += 1
         number = published(p, turn, p.WARPS)
 
@@ -439,13 +451,14 @@ def _bwd_kernel(
         DQ_TILES=DQ_TILES,
         EARLY=EARLY,
         # who releases K and V: `gradients`, or `reducer` when dk and dv have left through their memory
-        KV_THREADS=BOTH if EARLY else 64,
+        KV_THREADS=BOTH_GROUPS_AND_WARP if EARLY else TWO_WARPS,
         OVERLAP=OVERLAP,
         BAND_FIRST=BAND_FIRST,
         SLOTS=SLOTS,
         Q_EMPTY=Q_EMPTY,
-        DO_EMPTY=Q_EMPTY + ST,
-        DQ_FULL=Q_EMPTY + 2 * ST,
+        DO_EMPTY=do_empty(ST),
+        DQ_FULL=dq_full(ST),
+        DIAGONALS_FULL=diagonals_full(ST),
         BIAS=BIAS,
         DBIAS=DBIAS,
         SOFTCAP=cap is not None,
@@ -470,14 +483,14 @@ def backward(
     # diagonals are added in the order in which CTAs come, and need the fragments of 128 keys
     fused = "dbias" in needs and not (call.deterministic or config.wide)
     diagonals = Diagonals.of(launch) if fused else None
-    if config.apart and not split:
-        apart_dk_dv(launch, rows, dk, dv)
+    if config.narrow and not split:
+        narrow_dk_dv(launch, rows, dk, dv)
     elif needs & {"dk", "dv"} or fused or not split:
         _dk_dv(launch, rows, dk, dv, diagonals, split)
     if "dq" in needs:
         split_dq(launch, rows, dq) if split else convert_dq(launch, rows, dq)
     if "dbias" in needs:
-        out["dbias"] = band_dbias(launch, rows) if diagonals is None else diagonals.dbias()
+        out["dbias"] = ordered_dbias(launch, rows) if diagonals is None else diagonals.dbias()
     return {name: out[name] for name in needs}
 
 

@@ -1,7 +1,7 @@
-"""One row block of the backward's main kernel (`backward.py`): the five products and what lies between them.
+"""One row block of the backward's main kernel (`kernel.py`): the five products and what lies between them.
 
-`p` is the kernel's argument class, `turn` counts its tiles (`keytiles.told`). Blocks with a mask have loops of their own, like
-those that meet the bias table.
+`p` is the kernel's argument class, `turn` counts its tiles (`key_tiles.read_field`). Blocks with a mask have loops of their
+own, like those that meet the bias table.
 """
 
 # device code: compiled by Triton from its own types, never run by Python
@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from backlight.backends.hopper.backward.dbias import leave_diagonals
-from backlight.backends.hopper.backward.dq_rows import above, add_fragments, dq_fragments
+from backlight.backends.hopper.backward.dq_convert import add_fragments, dq_fragments
 from backlight.backends.hopper.backward.key_tiles import (
     BAND_BEGIN,
     BAND_END,
@@ -30,27 +30,22 @@ from backlight.backends.hopper.backward.key_tiles import (
     PLAIN_END,
     SK,
     SQ,
+    read_field,
     seen_rows,
-    told,
 )
+from backlight.backends.hopper.barriers import BOTH_GROUPS_AND_WARP, Q_EMPTY
 from backlight.backends.hopper.compat import arguments, barrier, warpgroup_mma_wait
 from backlight.backends.hopper.primitives import (
     INF,
-    anew,
     bar_arrive,
     end_block,
     mma_over_columns,
     phase_of,
     pieces,
+    rematerialised,
     stage_of,
 )
-from backlight.backends.hopper.terms import TABLE_PAD, bias_tile, cap_slope, capped, threshold, weights16
-
-# named barriers, `gradients` and one warp each: Q_EMPTY + stage, then DO_EMPTY + stage, then DQ_FULL, then DIAGONALS_FULL
-Q_EMPTY = gl.constexpr(8)
-KV_EMPTY = gl.constexpr(6)
-OUT_FULL = gl.constexpr(7)
-BOTH = gl.constexpr(256 + 32)
+from backlight.backends.hopper.terms import TABLE_PAD, above, bias_tile, cap_slope, capped, threshold, weights16
 
 
 @arguments
@@ -72,8 +67,9 @@ def tile_layout(WIDE, N):
 @gluon.jit
 def block_bias(p, turn, tile, member, i):
     """The bias of a row block, like `tile`."""
-    head = told(p, turn, KV_HEAD, p.WARPS) * p.group + member
-    column = i * p.BM + told(p, turn, SK, p.WARPS) - told(p, turn, SQ, p.WARPS) - told(p, turn, J0, p.WARPS) + p.origin
+    head = read_field(p, turn, KV_HEAD, p.WARPS) * p.group + member
+    column = i * p.BM + read_field(p, turn, SK, p.WARPS) - read_field(p, turn, SQ, p.WARPS)
+    column = column - read_field(p, turn, J0, p.WARPS) + p.origin
     return bias_tile(p.table_ptr + head.to(gl.int64) * (p.n_bias + 2 * TABLE_PAD), column, p.n_bias, tile, True)
 
 
@@ -141,8 +137,8 @@ def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.co
     phase = phase_of(count, ST)
     q = p.q_s.index(stage)
     do = p.do_s.index(stage)
-    k = anew(p.k_s, count)
-    v = anew(p.v_s, count)
+    k = rematerialised(p.k_s, count)
+    v = rematerialised(p.v_s, count)
 
     # scores grow on top of the bias, which then has no registers and no additions of its own; products over many columns would
     # wait for each other
@@ -198,7 +194,7 @@ def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.co
         at16 = pt.to(dtype)
         ds = pt * (dp - gl.expand_dims(delta, 0))
     if p.DBIAS and BIASED:
-        leave_diagonals(p, ds, sums.flushes, BOTH)
+        leave_diagonals(p, ds, sums.flushes)
     if p.SOFTCAP:
         ds = ds * cap_slope(s)
     ds16 = ds.to(dtype)
@@ -213,20 +209,20 @@ def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.co
         dk_token = warpgroup_mma(p.ds_s, q, dk, is_async=True)
         if not p.SPLIT:
             # no room for a tile in shared memory; the additions run under the matmuls of dv and dk
-            head = told(p, turn, BATCH, p.WARPS) * p.heads + told(p, turn, KV_HEAD, p.WARPS) * p.group + member
-            row = (head * p.row_tiles + told(p, turn, FIRST_TILE, p.WARPS) + i) * BM
+            head = read_field(p, turn, BATCH, p.WARPS) * p.heads + read_field(p, turn, KV_HEAD, p.WARPS) * p.group + member
+            row = (head * p.row_tiles + read_field(p, turn, FIRST_TILE, p.WARPS) + i) * BM
             add_fragments(p.acc_ptr, row, warpgroup_mma_wait(2, deps=[dq_token]))
         dv = warpgroup_mma_wait(1, deps=[dv_token])
-        bar_arrive(p.DO_EMPTY + stage, BOTH)
+        bar_arrive(p.DO_EMPTY + stage, BOTH_GROUPS_AND_WARP)
         dk = warpgroup_mma_wait(0, deps=[dk_token])
-        bar_arrive(Q_EMPTY + stage, BOTH)
+        bar_arrive(Q_EMPTY + stage, BOTH_GROUPS_AND_WARP)
     elif p.SPLIT:
         dv_token = warpgroup_mma(gl.convert_layout(at16, a_l, assert_trivial=True), do, dv, is_async=True)
         dk_token = warpgroup_mma(gl.convert_layout(ds16, a_l, assert_trivial=True), q, dk, is_async=True)
         dv = warpgroup_mma_wait(1, deps=[dv_token])
-        bar_arrive(p.DO_EMPTY + stage, BOTH)
+        bar_arrive(p.DO_EMPTY + stage, BOTH_GROUPS_AND_WARP)
         dk = warpgroup_mma_wait(0, deps=[dk_token])
-        bar_arrive(Q_EMPTY + stage, BOTH)
+        bar_arrive(Q_EMPTY + stage, BOTH_GROUPS_AND_WARP)
     else:
         at16 = gl.convert_layout(at16, a_l, assert_trivial=True)
         p.ds_s.store(ds16)
@@ -234,15 +230,15 @@ def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.co
         fence_async_shared()
         dq_token = warpgroup_mma(p.ds_s.permute((1, 0)), k, gl.zeros([BM, BD], gl.float32, dq_l), use_acc=False, is_async=True)
         dv = warpgroup_mma_wait(1, deps=[dv_token])
-        bar_arrive(p.DO_EMPTY + stage, BOTH)
+        bar_arrive(p.DO_EMPTY + stage, BOTH_GROUPS_AND_WARP)
         dk_token = warpgroup_mma(gl.convert_layout(ds16, a_l, assert_trivial=True), q, dk, is_async=True)
         dq = warpgroup_mma_wait(1, deps=[dq_token])
         mbarrier.wait(p.dq_empty.index(0), ((count + turn if p.EARLY else count) & 1) ^ 1)
         p.dq_s.store(dq)
         fence_async_shared()
-        bar_arrive(p.DQ_FULL, BOTH)
+        bar_arrive(p.DQ_FULL, BOTH_GROUPS_AND_WARP)
         dk = warpgroup_mma_wait(0, deps=[dk_token])
-        bar_arrive(Q_EMPTY + stage, BOTH)
+        bar_arrive(Q_EMPTY + stage, BOTH_GROUPS_AND_WARP)
     flushes = sums.flushes
     if p.DBIAS and BIASED:
         flushes += 1
@@ -262,7 +258,7 @@ def row_loop(
     BIASED: gl.constexpr = False,
 ):
     """Row blocks between two of the published borders."""
-    for i in range(told(p, turn, FIRST, p.WARPS), told(p, turn, LAST, p.WARPS)):
+    for i in range(read_field(p, turn, FIRST, p.WARPS), read_field(p, turn, LAST, p.WARPS)):
         sums = row_block(p, turn, sums, member, limit, i, MASK, BIASED)
     return sums
 
@@ -272,7 +268,7 @@ def row_loops(p, turn, sums, member):
     """All row blocks of one query head."""
     limit = 0.0
     if p.TAU:
-        limit = threshold(gl.load(p.tau_ptr + told(p, turn, KV_HEAD, p.WARPS) * p.group + member).to(gl.float32))
+        limit = threshold(gl.load(p.tau_ptr + read_field(p, turn, KV_HEAD, p.WARPS) * p.group + member).to(gl.float32))
     if p.WIDE:
         # few scores a thread: masking all of them costs less than a second loop
         EVERY: gl.constexpr = BOTH_ENDS if p.HAS_LEFT else FIRST_ROWS

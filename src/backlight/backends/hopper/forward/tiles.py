@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from backlight.backends.hopper.barriers import FORWARD_K_EMPTY
 from backlight.backends.hopper.compat import Maybe, arguments
 from backlight.backends.hopper.primitives import (
     INF,
@@ -28,8 +29,7 @@ from backlight.backends.hopper.terms import TABLE_PAD, bias_tile, cap_ratio, cap
 
 # in the place of +inf where it stands in a difference: 2^127, which fp32 holds exactly
 LARGEST = gl.constexpr(1.7014118346046923e38)
-# the first named barrier: K_EMPTY + stage, then V_EMPTY + stage, then TURN + warpgroup (ping-pong)
-K_EMPTY = gl.constexpr(8)
+K_EMPTY = FORWARD_K_EMPTY
 # a published tile: batch * heads + head (END when there is none left), packed sequence, row block; four slots, because a
 # consumer reads its tile once more at the end of it, when the producer may be two tiles ahead
 SLOT = gl.constexpr(4)
