@@ -15,6 +15,7 @@ import emulator
 from aot import SHARED_MEMORY, compiled
 from modules import mutant
 
+from backlight.backends.hopper import scores
 from backlight.backends.hopper.backward import dq_convert, dq_rows, key_tiles, narrow, prepass
 from backlight.backends.hopper.backward import kernel as backward
 from backlight.backends.hopper.config import BackwardConfig, backward_config
@@ -66,7 +67,7 @@ MUTANTS = {
     "k and v released too soon": ("p.kv_empty.index((visits & 1) ^ 1)", "p.kv_empty.index(visits & 1)"),
     "dp in flight": ("dp = warpgroup_mma_wait(0, deps=[dp_token])", "dp = warpgroup_mma_wait(1, deps=[dp_token])"),
     "first block": ("    bar_arrive(NARROW_DS_FULL + W * 2 + 1, BOTH_GROUPS)\n", ""),
-    "mask": ("seen = fixed >= gl.expand_dims(first, 1) - thread", "seen = fixed > gl.expand_dims(first, 1) - thread"),
+    "mask": ("return fixed >= gl.expand_dims(first, 1) - thread", "return fixed > gl.expand_dims(first, 1) - thread"),
     "ragged keys": ("    elif ragged:\n        plain_begin = end\n", "    elif ragged:\n"),
     "a tile twice": (".to(gl.int32) + p.dynamic", ".to(gl.int32)"),
     "never published": ("    mbarrier.arrive(p.tile_full.index(turn & 1), count=1)\n", ""),
@@ -77,10 +78,15 @@ MUTANTS = {
 def test_a_mutant_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(emulator, "PATIENCE", 0.5)
     old, new = MUTANTS[name]
-    module = narrow if old in Path(narrow.__file__).read_text() else key_tiles
+    parts = (
+        (narrow, ("_bwd_narrow_kernel",), narrow),
+        (key_tiles, ("key_tile", "drawn", "publish"), narrow),
+        (scores, ("rows_from",), key_tiles),
+    )
+    ((module, names, user),) = [part for part in parts if old in Path(part[0].__file__).read_text()]
     broken = mutant(tmp_path, module, old, new)
-    for part in ("_bwd_narrow_kernel",) if module is narrow else ("key_tile", "seen_rows", "drawn", "publish"):
-        monkeypatch.setattr(narrow, part, getattr(broken, part))
+    for part in names:
+        monkeypatch.setattr(user, part, getattr(broken, part))
     shape = {"sq": 500, "sk": 500} if name.startswith("k ") else {"sq": 500, "sk": 270}
     case = Case("broken", b=1, hq=2, hkv=2, **shape, d=16, causal="ragged" not in name, logit_shift=-120.0)
     try:

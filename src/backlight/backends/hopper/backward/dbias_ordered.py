@@ -23,6 +23,7 @@ from backlight.backends.hopper.backward.prepass import Rows
 from backlight.backends.hopper.compat import warpgroup_mma_wait
 from backlight.backends.hopper.launch import Launch
 from backlight.backends.hopper.primitives import INF, barriers, load_tile, mma_over_columns, phase_of, stage_of
+from backlight.backends.hopper.scores import gradient, hidden_out, of_rows, rows_before, rows_from, surviving, weights
 from backlight.backends.hopper.terms import TABLE_PAD, bias_tile, cap_factor, capped, table_of, threshold, unit_of
 from backlight.spec import LOG2E
 
@@ -106,13 +107,14 @@ def _dbias_ordered_kernel(
     column = gap + offset
     key = gl.arange(0, BN, key_l)
     row = gl.arange(0, ROWS, row_l)
-    distance = gl.expand_dims(row, 0) - gl.expand_dims(key, 1) + gap + sk - sq
     zero = gl.zeros([BN, ROWS], gl.float32, s_l)
     bias = bias_tile(table_ptr + h.to(gl.int64) * (n_bias + 2 * TABLE_PAD), column, n_bias, zero, True)
+    # the row of a tile that stands at a key's own position
+    same = key - gap - (sk - sq)
     if HAS_LEFT:
-        bias = gl.where(distance <= left, bias, -INF)
+        bias = gl.where(rows_before(zero, same + left + 1, ROWS, HAS_LEFT), bias, -INF)
     if HAS_RIGHT:
-        bias = gl.where(distance >= -right, bias, -INF)
+        bias = gl.where(rows_from(zero, same - right, ROWS, HAS_LEFT), bias, -INF)
     limit = 0.0
     if tau_ptr is not None:
         limit = threshold(gl.load(tau_ptr + h).to(gl.float32))
@@ -156,11 +158,12 @@ def _dbias_ordered_kernel(
             mbarrier.arrive(empty.index(stage), count=1)
             if cap is not None:
                 s = capped(s, cap)
-            p = gl.exp2((s + bias) * scale_log2 - gl.expand_dims(lse, 0))
-            p = gl.where(gl.expand_dims(step * BN + key < sk, 1), p, 0.0)
+            p = weights(s + bias, lse, scale_log2, True)
+            # with tau, too: the gradient of a hidden key has p, which is 0, as a factor
+            p = hidden_out(p, gl.expand_dims(step * BN + key < sk, 1), False)
             if tau_ptr is not None:
-                dp = gl.where(p + gl.expand_dims(gl.load(share_ptr + rows), 0) > limit, dp, 0.0)
-            total = total + p * (dp - gl.expand_dims(delta, 0))
+                dp = surviving(dp, p + of_rows(gl.load(share_ptr + rows), True), limit)
+            total = total + gradient(p, dp, delta, True)
 
     near, far = gl.split(gl.permute(gl.reshape(total, [GROUPS, 2, 8, BLOCKS, 8]), (0, 2, 4, 3, 1)))
     near = parts_of(near, BLOCKS)

@@ -19,15 +19,11 @@ from backlight.backends.hopper.compat import Maybe, arguments, warpgroup_mma_wai
 from backlight.backends.hopper.config import dq_config
 from backlight.backends.hopper.launch import Launch
 from backlight.backends.hopper.primitives import (
-    INF,
     WM,
     bar_arrive,
     bar_sync,
     barriers,
-    before,
-    between,
     key_blocks,
-    key_limits,
     load_tile,
     locate,
     mma_over_columns,
@@ -36,9 +32,9 @@ from backlight.backends.hopper.primitives import (
     stage_of,
     store_tile,
 )
+from backlight.backends.hopper.scores import gradient, hidden_out, of_rows, seen_keys, surviving, weights
 from backlight.backends.hopper.terms import (
     TABLE_PAD,
-    above,
     bias_tile,
     cap_factor,
     cap_slope,
@@ -153,23 +149,17 @@ def key_block(p, q, do, dq, lse, delta, share, limit, j, W: gl.constexpr):
         if (j >= p.band_begin) & (j < p.band_end):
             column = p.i0 + W * WM + p.sk - p.sq - j * BN + p.origin
             x = s + bias_tile(p.table_ptr, column, p.n_bias, zero, False)
-    pr = gl.exp2(x * p.scale_log2 - gl.expand_dims(lse, 1))
+    pr = weights(x, lse, p.scale_log2, False)
     if (j < p.plain_begin) | (j >= p.plain_end):
         position = p.i0 + W * WM + p.sk - p.sq + gl.arange(0, WM, row_l)
-        first, end = key_limits(position, p.sk, p.left, p.right, p.HAS_LEFT, p.HAS_RIGHT)
-        columns = gl.arange(0, BN, gl.SliceLayout(0, s_l))
-        if p.HAS_LEFT:
-            seen = between(first - j * BN, end - j * BN, columns)
-        else:
-            seen = before(end - j * BN, columns)
-        # with tau a hidden key must stay hidden whatever is added to its p
-        pr = gl.where(seen, pr, 0.0 if p.share_ptr is None else -INF)
+        seen = seen_keys(s, position, j * BN, p.sk, p.left, p.right, p.HAS_LEFT, p.HAS_RIGHT)
+        pr = hidden_out(pr, seen, p.share_ptr is not None)
     dp, pr = warpgroup_mma_wait(0, deps=[dp_token, pr])
     bar_arrive(ROWS_V_EMPTY + v_stage, BOTH_GROUPS_AND_WARP)
     if p.share_ptr is not None:
-        dp = dp * above(pr + gl.expand_dims(share, 1), limit)
+        dp = surviving(dp, pr + of_rows(share, False), limit)
         pr = gl.maximum(pr, 0.0)
-    ds = pr * (dp - gl.expand_dims(delta, 1))
+    ds = gradient(pr, dp, delta, False)
     if p.cap is not None:
         ds = ds * cap_slope(s)
     ds16 = gl.convert_layout(ds.to(p.q_desc.dtype), a_l, assert_trivial=True)

@@ -24,6 +24,7 @@ from backlight.backends.hopper.primitives import (
     row_blocks,
     stage_of,
 )
+from backlight.backends.hopper.scores import rows_before, rows_from
 from backlight.backends.hopper.terms import row_band
 from backlight.call import Call
 
@@ -233,18 +234,9 @@ def key_tile(p, number):
 
 @gluon.jit
 def seen_rows(p, turn, s, offset, i, MASK: gl.constexpr):
-    """Which rows of block i see the keys from j0 + offset on: a tile like s [keys, rows].
-
-    A thread's scores lie at rows r + 8 c + e (e: 0 or 1) of those that a warp holds. 8 c is an immediate operand of the
-    comparisons; under a window, which has two limits, 8 c + e: fewer registers.
-    """
-    layout: gl.constexpr = s.type.layout
+    """Which rows of block i see the keys from j0 + offset on: a tile like s [keys, rows]."""
     HELD: gl.constexpr = p.BM // 2 if p.WIDE else p.BM
-    key = gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
-    row = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
-    fixed = row & (HELD - 7 if p.HAS_LEFT else HELD - 8)
-    thread = row - fixed
-    seen = fixed >= 0
+    key = gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
     if MASK != LAST_ROWS:
         first = key * 0
         if p.HAS_RIGHT:
@@ -252,10 +244,11 @@ def seen_rows(p, turn, s, offset, i, MASK: gl.constexpr):
         if MASK == BOTH_ENDS or not p.HAS_LEFT:
             # the tile may end beyond the last key
             first = gl.where(key < read_field(p, turn, KEYS, p.WARPS) - offset, first, BEYOND_ALL_ROWS)
-        seen = fixed >= gl.expand_dims(first, 1) - thread
+        seen = rows_from(s, first, HELD, p.HAS_LEFT)
     if MASK != FIRST_ROWS:
         end = key + (read_field(p, turn, END_ROW, p.WARPS) + offset - i * p.BM)
-        seen = seen & (fixed < gl.expand_dims(end, 1) - thread)
+        early = rows_before(s, end, HELD, p.HAS_LEFT)
+        seen = early if MASK == LAST_ROWS else seen & early
     return seen
 
 

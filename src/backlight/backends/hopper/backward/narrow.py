@@ -81,6 +81,7 @@ from backlight.backends.hopper.primitives import (
     stage_of,
     store_tile,
 )
+from backlight.backends.hopper.scores import gradient, hidden_out, weights
 from backlight.spec import LOG2E
 
 ROWS = gl.constexpr(128)
@@ -291,12 +292,12 @@ def row_block(p, turn, sums, side, i, W: gl.constexpr, MASK: gl.constexpr):
     dp_token = mma_over_columns(p.v_s.index(side * 2 + W), do, zero, p.DV)
     s = warpgroup_mma_wait(PIECES, deps=[s_token])
     # row values are read late: registers are short
-    pt = gl.exp2(s * p.scale_log2 - gl.expand_dims(p.lse_s.index(stage).load(row_l), 0))
+    pt = weights(s, p.lse_s.index(stage).load(row_l), p.scale_log2, True)
     if MASK != PLAIN:
-        pt = gl.where(seen_rows(p, turn, s, W * WM, i, MASK), pt, 0.0)
+        pt = hidden_out(pt, seen_rows(p, turn, s, W * WM, i, MASK), False)
     dp = warpgroup_mma_wait(0, deps=[dp_token])
     p16 = gl.convert_layout(pt.to(dtype), a_l, assert_trivial=True)
-    ds16 = (pt * (dp - gl.expand_dims(p.delta_s.index(stage).load(row_l), 0))).to(dtype)
+    ds16 = gradient(pt, dp, p.delta_s.index(stage).load(row_l), True).to(dtype)
     dq_token = dq_of_before(p, count, sums.before, W)
     dv_token = warpgroup_mma(p16, do, dv, is_async=True)
     dk_token = warpgroup_mma(gl.convert_layout(ds16, a_l, assert_trivial=True), q, dk, is_async=True)

@@ -36,7 +36,6 @@ from backlight.backends.hopper.backward.key_tiles import (
 from backlight.backends.hopper.barriers import BOTH_GROUPS_AND_WARP, Q_EMPTY
 from backlight.backends.hopper.compat import arguments, barrier, warpgroup_mma_wait
 from backlight.backends.hopper.primitives import (
-    INF,
     bar_arrive,
     end_block,
     mma_over_columns,
@@ -45,7 +44,8 @@ from backlight.backends.hopper.primitives import (
     rematerialised,
     stage_of,
 )
-from backlight.backends.hopper.terms import TABLE_PAD, above, bias_tile, cap_slope, capped, threshold, weights16
+from backlight.backends.hopper.scores import gradient, hidden_out, of_rows, surviving, weights
+from backlight.backends.hopper.terms import TABLE_PAD, bias_tile, cap_slope, capped, threshold, weights16
 
 
 @arguments
@@ -74,11 +74,11 @@ def block_bias(p, turn, tile, member, i):
 
 
 @gluon.jit
-def weights(p, turn, s, lse, i, MASK: gl.constexpr):
-    """p of a tile of scores. With tau it is -inf where a key is hidden, so that its weight is 0 whatever is added."""
-    pt = gl.exp2(s * p.scale_log2 - gl.expand_dims(lse, 0))
+def block_weights(p, turn, s, lse, i, MASK: gl.constexpr):
+    """p of a tile of scores."""
+    pt = weights(s, lse, p.scale_log2, True)
     if MASK != PLAIN:
-        pt = gl.where(seen_rows(p, turn, s, 0, i, MASK), pt, -INF if p.TAU else 0.0)
+        pt = hidden_out(pt, seen_rows(p, turn, s, 0, i, MASK), p.TAU)
     return pt
 
 
@@ -102,18 +102,15 @@ def whole(left, right, layout: gl.constexpr):
 
 @gluon.jit
 def elastic(p, pt, dp, stage, limit, FIRST: gl.constexpr, MASK: gl.constexpr):
-    """Weights (16 bits) and ds with tau of rows from FIRST on (eq. 10, 11).
-
-    The gradient of a key that did not survive stops at its weight, not at its p.
-    """
+    """Weights (16 bits) and ds with tau of rows from FIRST on (eq. 10, 11)."""
     row_l: gl.constexpr = gl.SliceLayout(0, pt.type.layout)
     ROWS: gl.constexpr = pt.shape[1]
-    at = pt + gl.expand_dims(p.share_s.index(stage).slice(FIRST, ROWS).load(row_l), 0)
+    at = pt + of_rows(p.share_s.index(stage).slice(FIRST, ROWS).load(row_l), True)
     at16 = weights16(at, p.q_desc.dtype)
-    dp = dp * above(at, limit)
+    dp = surviving(dp, at, limit)
     if MASK != PLAIN:
         pt = gl.maximum(pt, 0.0)
-    return at16, pt * (dp - gl.expand_dims(p.delta_s.index(stage).slice(FIRST, ROWS).load(row_l), 0))
+    return at16, gradient(pt, dp, p.delta_s.index(stage).slice(FIRST, ROWS).load(row_l), True)
 
 
 @gluon.jit
@@ -164,7 +161,7 @@ def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.co
     else:
         if BIASED and not ON_TOP:
             s = s + block_bias(p, turn, zero, member, i)
-        pt = weights(p, turn, s, lse, i, MASK)
+        pt = block_weights(p, turn, s, lse, i, MASK)
     if p.OVERLAP:
         if not p.TAU:
             delta = p.delta_s.index(stage).load(row_l)
@@ -178,7 +175,7 @@ def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.co
         s = pt
         if BIASED:
             pt = s + block_bias(p, turn, zero, member, i)
-        pt = weights(p, turn, pt, lse, i, MASK)
+        pt = block_weights(p, turn, pt, lse, i, MASK)
     if p.TAU and p.DBIAS and BIASED and BM == 128:
         # one half after the other: together with the sums of ds, all that belongs to them does not fit into registers
         pt_left, pt_right = halves(pt)
@@ -192,7 +189,7 @@ def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.co
         at16, ds = elastic(p, pt, dp, stage, limit, 0, MASK)
     else:
         at16 = pt.to(dtype)
-        ds = pt * (dp - gl.expand_dims(delta, 0))
+        ds = gradient(pt, dp, delta, True)
     if p.DBIAS and BIASED:
         leave_diagonals(p, ds, sums.flushes)
     if p.SOFTCAP:
