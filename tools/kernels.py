@@ -2,6 +2,7 @@
 
     python tools/kernels.py facts.json                       every call of the list; `--few` for some of them
     python tools/kernels.py --compare before.json after.json a table of what changed; fails where code became worse
+        --keep record.json                                   and both are kept, with a page of tables beside them
 
 Compiles a fixed list of calls for sm_90a and writes, for every kernel of each: registers at entry, bytes spilled, shared
 memory, instructions in all and in the largest inner loop, how often barriers and wgmma occur in its SASS (in the code, not in
@@ -137,13 +138,35 @@ def comparison(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[str]
     return lines, same, bad
 
 
-def compare(before: Path, after: Path) -> int:
+def section(version: str, before: dict[str, Any], after: dict[str, Any]) -> tuple[str, int]:
+    """A table under a sentence; how many kernels became worse."""
+    lines, same, bad = comparison(before, after)
+    sentence = f"Triton {version}: {len(lines) - 2} kernels, {same} with the same code, {bad} with more of something."
+    return "\n".join([sentence, "", *lines]), bad
+
+
+def page(record: dict[str, Any]) -> str:
+    """All sections of a kept record."""
+    head = [
+        "# Hopper kernels before and after a change of their sources",
+        "",
+        "Made by `tools/kernels.py --compare`, without a GPU: what ptxas makes of each kernel for sm_90a. `loop`: instructions",
+        "of the largest inner loop with matmuls. `same`: equal instructions, addresses and places of parameters aside.",
+    ]
+    return "\n\n".join(["\n".join(head), *(section(version, **both)[0] for version, both in sorted(record.items()))]) + "\n"
+
+
+def compare(before: Path, after: Path, keep: Path | None) -> int:
     old, new = (json.loads(path.read_text()) for path in (before, after))
     if old["triton"] != new["triton"]:
         raise SystemExit(f"{before} is of Triton {old['triton']}, {after} of {new['triton']}")
-    lines, same, bad = comparison(old, new)
-    print("\n".join(lines))
-    print(f"\nTriton {new['triton']}: {len(lines) - 2} kernels, {same} with the same code, {bad} with more of something")
+    text, bad = section(new["triton"], old, new)
+    print(text)
+    if keep is not None:
+        record = json.loads(keep.read_text()) if keep.is_file() else {}
+        record[new["triton"]] = {"before": {"rows": old["rows"]}, "after": {"rows": new["rows"]}}
+        keep.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+        keep.with_suffix(".md").write_text(page(record))
     return min(bad, 1)
 
 
@@ -152,9 +175,10 @@ def main() -> int:
     parser.add_argument("facts", type=Path, nargs="?", help="where to write")
     parser.add_argument("--few", action="store_true", help="some of the calls")
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help="two records of one Triton")
+    parser.add_argument("--keep", type=Path, help="with --compare: the record to add both to")
     given = parser.parse_args()
     if given.compare:
-        return compare(*given.compare)
+        return compare(*given.compare, given.keep)
     if given.facts is None:
         parser.error("where should the facts go?")
     made = {"triton": triton.__version__, "rows": collected(few() if given.few else calls())}

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 import emulator
 from modules import mutant
 
-from backlight.backends.hopper.backward import dbias, dbias_ordered, dq_convert, dq_rows, narrow, prepass, row_block
+from backlight.backends.hopper.backward import dbias, dbias_ordered, dq_convert, dq_rows, host, narrow, prepass, row_block
 from backlight.backends.hopper.backward import kernel as backward
 from backlight.backends.hopper.config import BackwardConfig
 from backlight.backends.tiled import BACKEND as TILED
@@ -62,7 +62,7 @@ def gradients(
     call = replace(problem.call, deterministic=deterministic, _segments=None)
     y, lse, u = TILED.forward(call, True)
     with emulator.emulated(narrow, backward, dbias_ordered, dbias, dq_convert, dq_rows, prepass, late=late):
-        return backward.backward(call, y, lse, u, problem.dy, problem.dlse, frozenset(needs or call.gradients))
+        return host.backward(call, y, lse, u, problem.dy, problem.dlse, frozenset(needs or call.gradients))
 
 
 def examine(problem: Problem, late: bool, deterministic: bool = False, needs: tuple[str, ...] | None = None) -> None:
@@ -151,7 +151,7 @@ def test_gate_strides(awkward: str) -> None:
         (dbias, "total = sum_of(total, far[c + 1])", "pass"),
         (dbias, "    tma_reduce_add(p.diagonals_desc, [plane + 1, row >> 1, 0], box)\n", ""),
         (dbias, "slot = offset & (p.SLOTS - 1)", "slot = offset * 0"),
-        (row_block, "i, MASK), p.TAU)", "i, MASK), False)"),
+        (row_block, "b.i, MASK), p.TAU)", "b.i, MASK), False)"),
         (row_block, "dp = surviving(dp, at, limit)", "pass"),
         (row_block, "ds = ds * cap_slope(s)", "pass"),
         (prepass, "delta -= tau * mean", "pass"),
@@ -169,7 +169,7 @@ def test_a_broken_term_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for user, name in (
         (row_block, "leave_diagonals"),
         (backward, "add_diagonals"),
-        (backward, "prepass"),
+        (host, "prepass"),
         (backward, "row_loops"),
     ):
         if hasattr(broken, name):
@@ -182,7 +182,7 @@ def test_a_broken_term_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         backward, dbias_ordered, dbias, dq_convert, dq_rows, prepass, *([broken] if module is prepass else []), late=True
     ):
         try:
-            result = backward.backward(problem.call, y, lse, u, problem.dy, problem.dlse, frozenset(problem.call.gradients))
+            result = host.backward(problem.call, y, lse, u, problem.dy, problem.dlse, frozenset(problem.call.gradients))
         except (RuntimeError, AssertionError):
             return
     assert not judge(problem.call, problem.dy, problem.dlse, result, names=problem.call.gradients).ok

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from aot import SHARED_MEMORY, Report, compiled
 
-from backlight.backends.hopper.backward import dbias, dbias_ordered, dq_convert, dq_rows, narrow, prepass
+from backlight.backends.hopper.backward import dbias, dbias_ordered, dq_convert, dq_rows, host, narrow, prepass
 from backlight.backends.hopper.backward import kernel as backward
 from backlight.backends.hopper.config import BackwardConfig
 from backlight.call import Call
@@ -45,7 +45,7 @@ def reports_of(
     call = Call(spec, q, k, k, **given, cu_seqlens_q=cu, cu_seqlens_k=cu, deterministic=deterministic)
     u = q if "tau" in terms else None
     with compiled(narrow, backward, dbias_ordered, dbias, dq_convert, dq_rows, prepass) as reports:
-        backward.backward(call, q, torch.zeros(batch, 4, length), u, q, None, frozenset(call.gradients))
+        host.backward(call, q, torch.zeros(batch, 4, length), u, q, None, frozenset(call.gradients))
     return {report.kernel: report for report in reports}
 
 

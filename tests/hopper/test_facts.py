@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,9 @@ def test_the_hash_knows_code_from_names(old: str, new: str, same: bool) -> None:
     assert (sass.facts(CODE)["hash"] == sass.facts(CODE.replace(old, new))["hash"]) == same
 
 
+RECORD = Path(__file__).resolve().parents[2] / "docs" / "data" / "hopper-kernels-before-after.json"
+
+
 def row(**changes: Any) -> dict[str, Any]:
     numbers = dict.fromkeys((*kernels.COSTS, "HGMMA"), 8)
     return {"call": "d=64", "kernel": "old", "hash": "a", **numbers, **changes}
@@ -83,3 +87,9 @@ def test_a_comparison_tells_what_rose() -> None:
 def test_a_call_with_another_number_of_kernels_is_no_comparison() -> None:
     with pytest.raises(ValueError, match="shorter"):
         kernels.comparison({"rows": [row(), row()]}, {"rows": [row()]})
+
+
+def test_the_page_is_the_record_and_nothing_became_worse() -> None:
+    record = json.loads(RECORD.read_text())
+    assert RECORD.with_suffix(".md").read_text() == kernels.page(record)
+    assert {version: kernels.section(version, **both)[1] for version, both in record.items()} == dict.fromkeys(record, 0)

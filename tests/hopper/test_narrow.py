@@ -16,7 +16,7 @@ from aot import SHARED_MEMORY, compiled
 from modules import mutant
 
 from backlight.backends.hopper import scores
-from backlight.backends.hopper.backward import dq_convert, dq_rows, key_tiles, narrow, prepass
+from backlight.backends.hopper.backward import dq_convert, dq_rows, host, key_tiles, narrow, prepass
 from backlight.backends.hopper.backward import kernel as backward
 from backlight.backends.hopper.config import BackwardConfig, backward_config
 from backlight.backends.tiled import BACKEND as TILED
@@ -45,7 +45,7 @@ def judged(problem: Problem, late: bool, config: BackwardConfig = CONFIG) -> Ver
     call = replace(problem.call, _segments=None)
     y, lse, _ = TILED.forward(call, False)
     with override("hopper.backward", config), emulator.emulated(narrow, backward, dq_convert, dq_rows, prepass, late=late):
-        result = backward.backward(call, y, lse, None, problem.dy, problem.dlse, frozenset(NEEDS))
+        result = host.backward(call, y, lse, None, problem.dy, problem.dlse, frozenset(NEEDS))
     return judge(call, problem.dy, problem.dlse, result, names=NEEDS)
 
 
@@ -112,7 +112,7 @@ def test_compiled(mask: str) -> None:
     q, k = torch.zeros(1, 4, 512, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 512, 64, dtype=torch.bfloat16)
     call = Call(AttentionSpec(causal=mask != "full", window=(200, 0) if mask == "window" else (None, None)), q, k, k)
     with compiled(narrow, backward, dq_convert, dq_rows, prepass) as reports:
-        backward.backward(call, q, torch.zeros(1, 4, 512), None, q, None, frozenset(NEEDS))
+        host.backward(call, q, torch.zeros(1, 4, 512), None, q, None, frozenset(NEEDS))
     main = next(report for report in reports if report.kernel == "_bwd_narrow_kernel")
     assert not main.warnings, str(main)
     assert main.shared <= SHARED_MEMORY, str(main)

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from aot import SHARED_MEMORY, Report, compiled
 
-from backlight.backends.hopper.backward import dbias, dbias_ordered, dq_convert, dq_rows, prepass
+from backlight.backends.hopper.backward import dbias, dbias_ordered, dq_convert, dq_rows, host, prepass
 from backlight.backends.hopper.backward import kernel as backward
 from backlight.backends.hopper.forward import kernel as forward
 from backlight.call import Call
@@ -32,7 +32,7 @@ def reports_of(d: int, dv: int, terms: tuple[str, ...]) -> dict[str, Report]:
     with compiled(forward, backward, dbias_ordered, dbias, dq_convert, dq_rows, prepass) as reports:
         forward.forward(call, save_u=True)
         u = y if "tau" in terms else None
-        backward.backward(call, y, torch.zeros(1, 4, 512), u, y, None, frozenset(call.gradients))
+        host.backward(call, y, torch.zeros(1, 4, 512), u, y, None, frozenset(call.gradients))
     return {report.kernel: report for report in reports}
 
 

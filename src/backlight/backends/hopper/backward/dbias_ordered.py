@@ -149,6 +149,7 @@ def _dbias_ordered_kernel(
             count = step - first
             stage = stage_of(count, ST)
             mbarrier.wait(full.index(stage), phase_of(count, ST))
+            # products 1 and 2
             s_token = mma_over_columns(k_s.index(stage), q_s.index(stage), zero, D)
             dp_token = mma_over_columns(v_s.index(stage), do_s.index(stage), zero, DV)
             rows = padded_row + step * BN + gap + row

@@ -138,8 +138,10 @@ def key_block(p, q, do, dq, lse, delta, share, limit, j, W: gl.constexpr):
     k_stage = stage_of(j - p.begin, p.ST)
     v_stage = stage_of(j - p.begin, p.VST)
     mbarrier.wait(p.k_full.index(k_stage), phase_of(j - p.begin, p.ST))
+    # 1: s = q k^T
     s_token = mma_over_columns(q, p.k_s.index(k_stage), zero, p.D)
     mbarrier.wait(p.v_full.index(v_stage), phase_of(j - p.begin, p.VST))
+    # 2: dp = do v^T
     dp_token = mma_over_columns(do, p.v_s.index(v_stage), zero, p.DV)
     s = warpgroup_mma_wait(PIECES, deps=[s_token])
     if p.cap is not None:
@@ -163,6 +165,7 @@ def key_block(p, q, do, dq, lse, delta, share, limit, j, W: gl.constexpr):
     if p.cap is not None:
         ds = ds * cap_slope(s)
     ds16 = gl.convert_layout(ds.to(p.q_desc.dtype), a_l, assert_trivial=True)
+    # 4: dq += ds k
     dq_token = warpgroup_mma(ds16, p.k_s.index(k_stage), dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=[dq_token])
     bar_arrive(ROWS_K_EMPTY + k_stage, BOTH_GROUPS_AND_WARP)

@@ -1,12 +1,13 @@
 """Backward, main kernel (eq. 33): a CTA owns BN keys of one key head and visits the row blocks that see them.
 
-Eight warps do all matmuls with S and dP transposed; one warp loads, one adds dq tiles to global memory:
+Eight warps do all matmuls with S and dP transposed; one warp loads, one adds dq tiles to global memory. The five products, by
+the numbers that the loops of all kernels use:
 
-  s^T  = k q^T     [BN, BM]  both operands in shared memory
-  dp^T = v do^T    [BN, BM]  both operands in shared memory
-  dv  += p^T do    [BN, Dv]  p^T from registers
-  dq   = ds k      [BM, D]   ds^T through shared memory, read transposed
-  dk  += ds^T q    [BN, D]   ds^T from registers
+  1  s^T  = k q^T     [BN, BM]  both operands in shared memory
+  2  dp^T = v do^T    [BN, BM]  both operands in shared memory
+  3  dv  += p^T do    [BN, Dv]  p^T from registers
+  4  dq  += ds k      [BM, D]   ds^T through shared memory, read transposed
+  5  dk  += ds^T q    [BN, D]   ds^T from registers
 
 dq leaves in the order of its register fragments (16-byte stores without bank conflicts) and is added to an fp32 accumulator by
 TMA; `dq_convert.py` puts the permuted tiles back. dk and dv stay in registers over all query heads of the group: only the order
@@ -20,7 +21,6 @@ the bias table have loops of their own, and leave their ds for dbias (`dbias.py`
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,9 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from backlight.backends.hopper.backward.dbias import CELLS, GROUPS, Diagonals, add_diagonals
-from backlight.backends.hopper.backward.dbias_ordered import ordered_dbias
-from backlight.backends.hopper.backward.dq_convert import convert_dq, dq_tile_layout
-from backlight.backends.hopper.backward.dq_rows import split_dq
+from backlight.backends.hopper.backward.dq_convert import dq_tile_layout
 from backlight.backends.hopper.backward.key_tiles import (
     SLOT,
     drawn,
@@ -47,8 +45,7 @@ from backlight.backends.hopper.backward.key_tiles import (
     published_tile,
     tile_row,
 )
-from backlight.backends.hopper.backward.narrow import narrow_dk_dv
-from backlight.backends.hopper.backward.prepass import Rows, prepass
+from backlight.backends.hopper.backward.prepass import Rows
 from backlight.backends.hopper.backward.row_block import Sums, row_loops, tile_layout
 from backlight.backends.hopper.barriers import (
     BOTH_GROUPS_AND_WARP,
@@ -61,7 +58,7 @@ from backlight.backends.hopper.barriers import (
     dq_full,
 )
 from backlight.backends.hopper.compat import LATE_ADDRESSES, Maybe, arguments, smem_reinterpret, tma_reduce_add
-from backlight.backends.hopper.config import backward_config, keys_together, room_for_dv
+from backlight.backends.hopper.config import keys_together, room_for_dv
 from backlight.backends.hopper.launch import Launch
 from backlight.backends.hopper.primitives import (
     bar_arrive,
@@ -75,7 +72,6 @@ from backlight.backends.hopper.terms import (
     table_of,
     unit_of,
 )
-from backlight.call import Call
 from backlight.spec import LOG2E
 
 
@@ -468,41 +464,8 @@ def _bwd_kernel(
     gl.warp_specialize([(gradients, (args,)), (loader, (args,)), (reducer, (args,))], [1, 1], [24, 24])
 
 
-def backward(
-    call: Call, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]
-) -> dict[str, Tensor]:
-    """The gradients of a call that `why_not` accepts."""
-    launch = Launch(call, y, lse, u, dy, dlse, choices=needs)
-    dq, dk, dv = torch.empty_like(call.q), torch.empty_like(call.k), torch.empty_like(call.v)
-    out = {"dq": dq, "dk": dk, "dv": dv}
-    if launch.sq == 0 or launch.sk == 0 or launch.batch == 0:
-        return {name: _without_pairs(call, name, lse, dlse) for name in needs}
-    config = launch.once("backward", lambda: backward_config(call))
-    split = config.split or call.deterministic or "dq" not in needs
-    rows = prepass(launch, config, y, lse, u, dy, dlse, not split, out, needs)
-    # diagonals are added in the order in which CTAs come, and need the fragments of 128 keys
-    fused = "dbias" in needs and not (call.deterministic or config.wide)
-    diagonals = Diagonals.of(launch) if fused else None
-    if config.narrow and not split:
-        narrow_dk_dv(launch, rows, dk, dv)
-    elif needs & {"dk", "dv"} or fused or not split:
-        _dk_dv(launch, rows, dk, dv, diagonals, split)
-    if "dq" in needs:
-        split_dq(launch, rows, dq) if split else convert_dq(launch, rows, dq)
-    if "dbias" in needs:
-        out["dbias"] = ordered_dbias(launch, rows) if diagonals is None else diagonals.dbias()
-    return {name: out[name] for name in needs}
-
-
-def _without_pairs(call: Call, name: str, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """A gradient where no row meets a key: 0, except that a sink alone is the whole lse (math.md section 2)."""
-    given = getattr(call, name[1:])
-    if name == "dsink" and dlse is not None:
-        return dlse.float().sum(dim=(0, 2)).masked_fill(given == -torch.inf, 0).to(given.dtype)
-    return torch.zeros_like(given)
-
-
-def _dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, diagonals: Diagonals | None, split: bool) -> None:
+def main_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, diagonals: Diagonals | None, split: bool) -> None:
+    """dk and dv, and unless `split` the accumulated dq; sums of ds where there are `diagonals`."""
     call, config, spec = launch.call, rows.config, launch.call.spec
     cu_q, cu_k, cu_tiles, n_segments = launch.packing(call.cu_seqlens_k, config.block_n)
     do, lse2, delta, acc, first_tiles = rows.do, rows.lse2, rows.delta, rows.accumulator, rows.first_tiles

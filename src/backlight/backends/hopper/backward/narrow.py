@@ -287,8 +287,10 @@ def row_block(p, turn, sums, side, i, W: gl.constexpr, MASK: gl.constexpr):
     q = p.q_s.index(stage)
     do = p.do_s.index(stage)
     mbarrier.wait(p.q_full.index(stage), phase)
+    # 1: s^T = k q^T
     s_token = mma_over_columns(p.k_s.index(side * 2 + W), q, zero, p.D)
     mbarrier.wait(p.do_full.index(stage), phase)
+    # 2: dp^T = v do^T
     dp_token = mma_over_columns(p.v_s.index(side * 2 + W), do, zero, p.DV)
     s = warpgroup_mma_wait(PIECES, deps=[s_token])
     # row values are read late: registers are short
@@ -298,8 +300,11 @@ def row_block(p, turn, sums, side, i, W: gl.constexpr, MASK: gl.constexpr):
     dp = warpgroup_mma_wait(0, deps=[dp_token])
     p16 = gl.convert_layout(pt.to(dtype), a_l, assert_trivial=True)
     ds16 = gradient(pt, dp, p.delta_s.index(stage).load(row_l), True).to(dtype)
+    # 4, of the block before: dq += ds k
     dq_token = dq_of_before(p, count, sums.before, W)
+    # 3: dv += p^T do
     dv_token = warpgroup_mma(p16, do, dv, is_async=True)
+    # 5: dk += ds^T q
     dk_token = warpgroup_mma(gl.convert_layout(ds16, a_l, assert_trivial=True), q, dk, is_async=True)
     # both stores run under the matmuls of dv and dk
     leave_dq(p, warpgroup_mma_wait(2, deps=[dq_token]), count + turn, W)
