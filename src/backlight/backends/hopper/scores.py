@@ -50,6 +50,16 @@ def rows_before(tile, end, HELD: gl.constexpr, TWO_LIMITS: gl.constexpr):
     return fixed < gl.expand_dims(end, 1) - thread
 
 
+@gluon.jit
+def seen_at(x, distance, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
+    """x of pairs at a distance (position - key) that is seen, -inf of others: one tile that many tiles have in common."""
+    if HAS_LEFT:
+        x = gl.where(distance <= left, x, -INF)
+    if HAS_RIGHT:
+        x = gl.where(distance >= -right, x, -INF)
+    return x
+
+
 # --- weights and their gradient ----------------------------------------------------------------------------------------------
 
 
