@@ -20,7 +20,8 @@ PARTS = {
 }
 ORDER = ("torch-2.11", "torch-2.12", "torch-2.13", "torch-2.14", "torch-2.15", "lowest")
 COLUMNS = ("registers", "spills", "shared", "BAR.SYNC", "BAR.ARV", "WARPGROUP.ARRIVE", "HGMMA")
-MAIN = ("fwd", "bwd", "bwd_apart", "dq")
+# bwd_apart: how records of earlier versions call bwd_narrow
+MAIN = ("fwd", "bwd", "bwd_apart", "bwd_narrow", "dq")
 
 
 def cell(result: dict[str, Any] | None) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from backlight.backends.hopper import small
+from backlight.backends.hopper import side_kernels
 
 PATIENCE = 20.0
 DTYPES = {"fp16": np.float16, "fp32": np.float32, "int32": np.int32, "int64": np.int64, "int1": np.bool_}
@@ -575,8 +575,8 @@ REPLACED = {
     "bar_sync": bar_sync,
     "end_block": lambda tile: tile,
     "barrier": lambda: None,
-    "afresh": lambda number: number,
-    "anew": lambda tile, count: tile,
+    "opaque": lambda number: number,
+    "rematerialised": lambda tile, count: tile,
     "bar_arrive": bar_arrive,
 }
 
@@ -646,7 +646,7 @@ def emulated(*modules: Any, late: bool = False) -> Iterator[None]:
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     try:
-        for module in (*modules, small):
+        for module in (*modules, side_kernels):
             for name, value in list(vars(module).items()):
                 if name.startswith("_") and name.endswith("_kernel"):
                     before.append((module, name, value))

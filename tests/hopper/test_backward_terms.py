@@ -17,12 +17,8 @@ pytest.importorskip("triton")
 import emulator
 from modules import mutant
 
-from backlight.backends.hopper.backward import dbias, prepass
-from backlight.backends.hopper.backward import dbias_ordered as band
-from backlight.backends.hopper.backward import dq_rows as dq
+from backlight.backends.hopper.backward import dbias, dbias_ordered, dq_convert, dq_rows, host, narrow, prepass, row_block
 from backlight.backends.hopper.backward import kernel as backward
-from backlight.backends.hopper.backward import narrow as apart
-from backlight.backends.hopper.backward import row_block as rowblock
 from backlight.backends.hopper.config import BackwardConfig
 from backlight.backends.tiled import BACKEND as TILED
 from backlight.config import override
@@ -65,8 +61,8 @@ def gradients(
 ) -> Mapping[str, torch.Tensor]:
     call = replace(problem.call, deterministic=deterministic, _segments=None)
     y, lse, u = TILED.forward(call, True)
-    with emulator.emulated(apart, backward, band, dbias, dq, prepass, late=late):
-        return backward.backward(call, y, lse, u, problem.dy, problem.dlse, frozenset(needs or call.gradients))
+    with emulator.emulated(narrow, backward, dbias_ordered, dbias, dq_convert, dq_rows, prepass, late=late):
+        return host.backward(call, y, lse, u, problem.dy, problem.dlse, frozenset(needs or call.gradients))
 
 
 def examine(problem: Problem, late: bool, deterministic: bool = False, needs: tuple[str, ...] | None = None) -> None:
@@ -155,9 +151,9 @@ def test_gate_strides(awkward: str) -> None:
         (dbias, "total = sum_of(total, far[c + 1])", "pass"),
         (dbias, "    tma_reduce_add(p.diagonals_desc, [plane + 1, row >> 1, 0], box)\n", ""),
         (dbias, "slot = offset & (p.SLOTS - 1)", "slot = offset * 0"),
-        (rowblock, "-INF if p.TAU else 0.0", "0.0"),
-        (rowblock, "dp = dp * above(at, limit)", "pass"),
-        (rowblock, "ds = ds * cap_slope(s)", "pass"),
+        (row_block, "b.i, MASK), p.TAU)", "b.i, MASK), False)"),
+        (row_block, "dp = surviving(dp, at, limit)", "pass"),
+        (row_block, "ds = ds * cap_slope(s)", "pass"),
         (prepass, "delta -= tau * mean", "pass"),
         (prepass, "share = tl.where(n == 1,", "share = tl.where(n == 0,"),
     ],
@@ -171,9 +167,9 @@ def test_a_broken_term_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )  # fmt: skip
     broken = mutant(tmp_path, module, old, new)
     for user, name in (
-        (rowblock, "leave_diagonals"),
+        (row_block, "leave_diagonals"),
         (backward, "add_diagonals"),
-        (backward, "prepass"),
+        (host, "prepass"),
         (backward, "row_loops"),
     ):
         if hasattr(broken, name):
@@ -182,9 +178,11 @@ def test_a_broken_term_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(prepass, "_prepass_kernel", broken._prepass_kernel)
     problem = case.make(FP16)
     y, lse, u = TILED.forward(problem.call, True)
-    with emulator.emulated(backward, band, dbias, dq, prepass, *([broken] if module is prepass else []), late=True):
+    with emulator.emulated(
+        backward, dbias_ordered, dbias, dq_convert, dq_rows, prepass, *([broken] if module is prepass else []), late=True
+    ):
         try:
-            result = backward.backward(problem.call, y, lse, u, problem.dy, problem.dlse, frozenset(problem.call.gradients))
+            result = host.backward(problem.call, y, lse, u, problem.dy, problem.dlse, frozenset(problem.call.gradients))
         except (RuntimeError, AssertionError):
             return
     assert not judge(problem.call, problem.dy, problem.dlse, result, names=problem.call.gradients).ok

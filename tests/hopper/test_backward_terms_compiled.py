@@ -11,11 +11,8 @@ pytest.importorskip("triton")
 
 from aot import SHARED_MEMORY, Report, compiled
 
-from backlight.backends.hopper.backward import dbias, prepass
-from backlight.backends.hopper.backward import dbias_ordered as band
-from backlight.backends.hopper.backward import dq_rows as dq
+from backlight.backends.hopper.backward import dbias, dbias_ordered, dq_convert, dq_rows, host, narrow, prepass
 from backlight.backends.hopper.backward import kernel as backward
-from backlight.backends.hopper.backward import narrow as apart
 from backlight.backends.hopper.config import BackwardConfig
 from backlight.call import Call
 from backlight.config import override
@@ -25,7 +22,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 LAZY, EVERY = ("bias", "tau"), ("bias", "sink", "tau", "gate", "softcap")
 # bytes; the plain kernel of narrow heads spills too (test_compiled.py)
 ALLOWED_SPILLS = {64: 300, 128: 100}
-ALLOWED_ELSEWHERE = {"_prepass_kernel": 16, "_dq_kernel": 64, "_bwd_apart_kernel": 40}
+ALLOWED_ELSEWHERE = {"_prepass_kernel": 16, "_dq_kernel": 64, "_bwd_narrow_kernel": 40}
 ALLOWED_WITH_SOFTCAP = {64: 64, 128: 400}
 
 
@@ -47,8 +44,8 @@ def reports_of(
     spec = AttentionSpec(**({"causal": True} | options), softcap=softcap, **dict.fromkeys(given, True))
     call = Call(spec, q, k, k, **given, cu_seqlens_q=cu, cu_seqlens_k=cu, deterministic=deterministic)
     u = q if "tau" in terms else None
-    with compiled(apart, backward, band, dbias, dq, prepass) as reports:
-        backward.backward(call, q, torch.zeros(batch, 4, length), u, q, None, frozenset(call.gradients))
+    with compiled(narrow, backward, dbias_ordered, dbias, dq_convert, dq_rows, prepass) as reports:
+        host.backward(call, q, torch.zeros(batch, 4, length), u, q, None, frozenset(call.gradients))
     return {report.kernel: report for report in reports}
 
 
@@ -70,7 +67,7 @@ def test_terms(d: int, terms: tuple[str, ...]) -> None:
     reports = reports_of(d, terms)
     examine(reports, d, terms)
     main = reports["_bwd_kernel"]
-    assert "_band_kernel" not in reports
+    assert "_dbias_ordered_kernel" not in reports
     if main.sass:
         boxes = 17 if d == 64 else 9
         # dq, and the diagonals of a tile
@@ -92,7 +89,7 @@ def test_more_terms(d: int, terms: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("d", [64, 128])
 def test_ordered(d: int, dtype: torch.dtype) -> None:
     reports = reports_of(d, EVERY, dtype, deterministic=True, packed=True, causal=False, window=(100, 20))
-    assert {"_band_kernel", "_band_sum_kernel", "_dq_kernel"} < reports.keys()
+    assert {"_dbias_ordered_kernel", "_dbias_ordered_sum_kernel", "_dq_kernel"} < reports.keys()
     examine(reports, d, EVERY)
 
 

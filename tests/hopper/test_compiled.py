@@ -15,10 +15,8 @@ pytest.importorskip("triton")
 
 from aot import SHARED_MEMORY, TRITON, Report, compiled, hidden_exponentials
 
-from backlight.backends.hopper.backward import dq_rows as dq
+from backlight.backends.hopper.backward import dq_convert, dq_rows, host, narrow, prepass
 from backlight.backends.hopper.backward import kernel as backward
-from backlight.backends.hopper.backward import narrow as apart
-from backlight.backends.hopper.backward import prepass
 from backlight.backends.hopper.forward import host as forward
 from backlight.call import Call
 from backlight.spec import AttentionSpec
@@ -26,7 +24,7 @@ from backlight.spec import AttentionSpec
 # Triton 3.6: 8 bytes in a loop for both ends of a window and 4 in packed calls at D = 64, 8 outside the loops at D = 16, no
 # others in the backward; Triton 3.9: counters and addresses that do not change in the loops (docs/hopper.md)
 ALLOWED_SPILLS = {
-    ("_bwd_apart_kernel", 64): 40,
+    ("_bwd_narrow_kernel", 64): 40,
     ("_bwd_kernel", 128): 8,
     ("_bwd_kernel", 256): 32,
     ("_dq_kernel", 256): 400,
@@ -35,11 +33,11 @@ ALLOWED_SPILLS = {
 if TRITON == (3, 7):
     # the Triton that constraints.txt pins; the others spill nothing there
     ALLOWED_SPILLS["_fwd_kernel", 64] = 8
-ENTRY_REGISTERS = {"_fwd_kernel": (128, 168), "_bwd_kernel": (168,), "_bwd_apart_kernel": (168,), "_dq_kernel": (168,)}
+ENTRY_REGISTERS = {"_fwd_kernel": (128, 168), "_bwd_kernel": (168,), "_bwd_narrow_kernel": (168,), "_dq_kernel": (168,)}
 NEEDED = {
     "_fwd_kernel": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"),
     "_bwd_kernel": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"),
-    "_bwd_apart_kernel": ("HGMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "USETMAXREG"),
+    "_bwd_narrow_kernel": ("HGMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "USETMAXREG"),
     "_dq_kernel": ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"),
     "_dq_convert_kernel": ("UTMALDG", "UTMASTG"),
 }
@@ -76,9 +74,9 @@ class Variant:
         cu = torch.tensor([0, 200, length], dtype=torch.int32) if self.packed else None
         spec = AttentionSpec(causal=self.causal, window=self.window)
         call = Call(spec, q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, deterministic=self.deterministic)
-        with compiled(forward, apart, backward, dq, prepass) as reports:
+        with compiled(forward, narrow, backward, dq_convert, dq_rows, prepass) as reports:
             y, lse, _ = forward.forward(call)
-            backward.backward(call, y, lse, None, torch.zeros_like(y), None, frozenset(("dq", "dk", "dv")))
+            host.backward(call, y, lse, None, torch.zeros_like(y), None, frozenset(("dq", "dk", "dv")))
         return reports
 
 
@@ -110,7 +108,7 @@ MANY = (
 def examine(variant: Variant) -> None:
     reports = variant.reports()
     split = variant.deterministic
-    main = "_bwd_apart_kernel" if variant.width <= 64 and not split else "_bwd_kernel"
+    main = "_bwd_narrow_kernel" if variant.width <= 64 and not split else "_bwd_kernel"
     assert {report.kernel for report in reports} == {"_fwd_kernel", main} | {
         "_prepass_kernel",
         "_dq_kernel" if split else "_dq_convert_kernel",

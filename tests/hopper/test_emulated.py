@@ -15,11 +15,8 @@ import emulator
 from modules import mutant
 
 from backlight.backends.hopper import BACKEND, primitives
-from backlight.backends.hopper.backward import dq_rows as dq
+from backlight.backends.hopper.backward import dq_convert, dq_rows, host, narrow, prepass, row_block
 from backlight.backends.hopper.backward import kernel as backward
-from backlight.backends.hopper.backward import narrow as apart
-from backlight.backends.hopper.backward import prepass
-from backlight.backends.hopper.backward import row_block as rowblock
 from backlight.backends.hopper.config import BackwardConfig, DqConfig, ForwardConfig
 from backlight.backends.hopper.forward import consumer, kernel, producer, scores
 from backlight.backends.hopper.forward import host as forward
@@ -55,9 +52,9 @@ TILES = (
 
 def examine(problem: Problem, late: bool, deterministic: bool = False) -> None:
     call = replace(problem.call, deterministic=deterministic, _segments=None)
-    with emulator.emulated(forward, apart, backward, dq, prepass, late=late):
+    with emulator.emulated(forward, narrow, backward, dq_convert, dq_rows, prepass, late=late):
         y, lse, _ = forward.forward(call)
-        gradients = backward.backward(call, y, lse, None, problem.dy, problem.dlse, frozenset(("dq", "dk", "dv")))
+        gradients = host.backward(call, y, lse, None, problem.dy, problem.dlse, frozenset(("dq", "dk", "dv")))
     verdict = judge(call, problem.dy, problem.dlse, {"y": y, "lse": lse} | gradients)
     assert verdict.ok, f"{problem.case.name}\n{verdict}"
 
@@ -170,9 +167,9 @@ def test_packed_neighbours_do_not_leak() -> None:
     spoiled = replace(call, **tensors, _segments=None)
     results = []
     for each, gradient in ((call, problem.dy), (spoiled, dy)):
-        with emulator.emulated(forward, apart, backward, dq, prepass):
+        with emulator.emulated(forward, narrow, backward, dq_convert, dq_rows, prepass):
             y, lse, _ = forward.forward(each)
-            grads = backward.backward(each, y, lse, None, gradient, None, frozenset(("dq", "dk", "dv")))
+            grads = host.backward(each, y, lse, None, gradient, None, frozenset(("dq", "dk", "dv")))
         results.append({"y": y, "lse": lse[..., None]} | grads)
     for name, clean in results[0].items():
         for rows in (slice(0, 50), slice(120, None)):
@@ -182,9 +179,9 @@ def test_packed_neighbours_do_not_leak() -> None:
 @pytest.mark.parametrize("needs", [("dq",), ("dk",), ("dv",), ("dk", "dv")], ids=str)
 def test_needs(needs: tuple[str, ...]) -> None:
     problem = Case("needs", b=1, sq=140, sk=140, d=16, causal=True).make(FP16)
-    with emulator.emulated(forward, apart, backward, dq, prepass):
+    with emulator.emulated(forward, narrow, backward, dq_convert, dq_rows, prepass):
         y, lse, _ = forward.forward(problem.call)
-        gradients = backward.backward(problem.call, y, lse, None, problem.dy, None, frozenset(needs))
+        gradients = host.backward(problem.call, y, lse, None, problem.dy, None, frozenset(needs))
     assert set(gradients) == set(needs)
     verdict = judge(problem.call, problem.dy, None, gradients, names=needs)
     assert verdict.ok, str(verdict)
@@ -243,8 +240,8 @@ def test_a_broken_forward_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         ("0], dq_tile)\n                        tma.store_wait(0)\n", "0], dq_tile)\n"),
         ("p.dk_s, p.VARLEN)\n        tma.store_wait(0)\n", "p.dk_s, p.VARLEN)\n"),
-        ("bar_arrive(p.DQ_FULL, BOTH)", "pass"),
-        ("bar_arrive(OUT_FULL, BOTH)", "pass"),
+        ("bar_arrive(p.DQ_FULL, BOTH_GROUPS_AND_WARP)", "pass"),
+        ("bar_arrive(OUT_FULL, BOTH_GROUPS_AND_WARP)", "pass"),
         ("        else:\n            bar_arrive(KV_EMPTY, p.KV_THREADS)\n", "        else:\n            pass\n"),
         ("        if p.EARLY:\n            bar_arrive(KV_EMPTY, p.KV_THREADS)\n", "        if p.EARLY:\n"),
         ("        bar_sync(KV_EMPTY, p.KV_THREADS)\n    mbarrier", "        pass\n    mbarrier"),
@@ -269,13 +266,14 @@ def test_a_broken_backward_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
     main = backward
     if old in Path(backward.__file__).read_text():
         main = mutant(tmp_path, backward, old, new)
+        monkeypatch.setattr(host, "main_dk_dv", main.main_dk_dv)
     else:
-        monkeypatch.setattr(backward, "row_loops", mutant(tmp_path, rowblock, old, new).row_loops)
+        monkeypatch.setattr(backward, "row_loops", mutant(tmp_path, row_block, old, new).row_loops)
     config = BackwardConfig(64, 128, split="else:" in old)
-    with override("hopper.backward", config), emulator.emulated(forward, main, dq, prepass, late=True):
+    with override("hopper.backward", config), emulator.emulated(forward, main, dq_convert, dq_rows, prepass, late=True):
         y, lse, _ = forward.forward(problem.call)
         try:
-            result = main.backward(problem.call, y, lse, None, problem.dy, None, frozenset(("dq", "dk", "dv")))
+            result = host.backward(problem.call, y, lse, None, problem.dy, None, frozenset(("dq", "dk", "dv")))
         except (RuntimeError, AssertionError):
             return
     assert not judge(problem.call, problem.dy, None, {"y": y, "lse": lse} | result).ok

@@ -211,7 +211,7 @@ def test_configs() -> None:
     assert config.forward_config(small) == config.ForwardConfig(128, 2, stages=4, q_buffers=2, drawn=False)
     assert config.forward_config(call_of((1, 2, 2048, 64))) == config.ForwardConfig(128, 3, q_buffers=2)
     assert config.forward_config(wide) == config.ForwardConfig(128, 2, q_buffers=2)
-    assert config.backward_config(small) == config.BackwardConfig(128, 128, apart=True)
+    assert config.backward_config(small) == config.BackwardConfig(128, 128, narrow=True)
     assert config.backward_config(wide) == config.BackwardConfig(64, 128, overlap=True)
     assert config.forward_config(call_of((1, 2, 2048, 64), causal=True)).pingpong
     assert config.forward_config(call_of((1, 2, 1024, 64), causal=True)).consumers == 2

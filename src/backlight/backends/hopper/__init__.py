@@ -51,7 +51,7 @@ def missing() -> tuple[str, ...]:
 @cache
 def host() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """Host functions of the two directions and what runs them; with them comes Triton. An import statement takes its time."""
-    from backlight.backends.hopper.backward.kernel import backward
+    from backlight.backends.hopper.backward.host import backward
     from backlight.backends.hopper.forward.host import forward
     from backlight.backends.replaying.program import known, replayed
 

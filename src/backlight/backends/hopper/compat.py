@@ -54,10 +54,10 @@ def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Any = None, _semantic: An
     Since then a wait in a partition of two warpgroups ends with a barrier of both, in case one overwrites what the other still
     reads. The kernels have barriers of their own for that, where it can happen at all.
     """
-    found = _whole_wait(num_outstanding, deps, _semantic=_semantic)
-    first = found[0] if isinstance(found, tuple) else found
+    tokens = _whole_wait(num_outstanding, deps, _semantic=_semantic)
+    first = tokens[0] if isinstance(tokens, tuple) else tokens
     first.handle.set_attr("warpGroupLocal", _semantic.builder.get_unit_attr())
-    return found
+    return tokens
 
 
 def arguments(cls: type) -> Any:

@@ -151,7 +151,7 @@ class BackwardConfig:
     split:      dq comes from a kernel of its own.
     wide:       heads wider than 128: two warpgroups share 64 keys and split columns.
     overlap:    exp2 stays under the matmul of dp, which the compiler would wait for first.
-    apart:      a partition for each warpgroup, 128 x 128 tiles (`apart.py`).
+    narrow:     a partition for each warpgroup, 128 x 128 tiles (`backward/narrow.py`).
     persistent: one CTA per multiprocessor draws key tiles; otherwise one CTA per tile.
     together:   key heads whose tiles interleave (0: by the mask).
     """
@@ -162,7 +162,7 @@ class BackwardConfig:
     split: bool = False
     wide: bool = False
     overlap: bool = False
-    apart: bool = False
+    narrow: bool = False
     persistent: bool = True
     together: int = 0
 
@@ -189,7 +189,7 @@ def backward_heuristic(call: Call) -> BackwardConfig:
     if call.spec.softcap is not None:
         # the capped scores stay in registers
         return BackwardConfig(64, 128, overlap=True)
-    return BackwardConfig(128, 128, apart=call.bias is None and call.tau is None)
+    return BackwardConfig(128, 128, narrow=call.bias is None and call.tau is None)
 
 
 def room_for_dv(config: BackwardConfig, bd: int, bdv: int, dbias: bool) -> bool:

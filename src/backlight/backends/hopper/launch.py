@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from backlight.backends.hopper import small
+from backlight.backends.hopper import side_kernels
 from backlight.backends.hopper.compiled import start
 from backlight.backends.hopper.config import padded
 from backlight.backends.replaying.program import check_borders, launched
@@ -138,10 +138,10 @@ def knowledge(layout: tuple[Any, ...]) -> dict[Hashable, Any]:
     """What calls of this layout remember; nothing while a configuration is forced."""
     if overridden():
         return {}
-    found = _known.get(layout)
-    if found is None:
-        found = _known[layout] = {}
-    return found
+    remembered = _known.get(layout)
+    if remembered is None:
+        remembered = _known[layout] = {}
+    return remembered
 
 
 class Launch:
@@ -248,9 +248,9 @@ class Launch:
         def describe() -> dict[str, Any]:
             length = self.sk if side == "keys" else self.sq
             args = [cu_seqlens, first, borders, length, cu_seqlens.shape[0] - 1, block]
-            return {"grid": (1,), "args": args, "constants": {"BLOCK": small.BLOCK}, "num_warps": 4}
+            return {"grid": (1,), "args": args, "constants": {"BLOCK": side_kernels.BLOCK}, "num_warps": 4}
 
-        self.start(small._first_tiles_kernel, (cu_seqlens, first, borders), describe, f"{side} {block}")
+        self.start(side_kernels._first_tiles_kernel, (cu_seqlens, first, borders), describe, f"{side} {block}")
         return first
 
     def head_sums(self, parts: Tensor, tiles: int, dtype: torch.dtype, which: str) -> Tensor:
@@ -259,9 +259,9 @@ class Launch:
 
         def describe() -> dict[str, Any]:
             args = [parts, out, self.batch, self.heads, tiles]
-            return {"grid": (self.heads,), "args": args, "constants": {"BLOCK": small.BLOCK}, "num_warps": 4}
+            return {"grid": (self.heads,), "args": args, "constants": {"BLOCK": side_kernels.BLOCK}, "num_warps": 4}
 
-        self.start(small._head_sums_kernel, (parts, out), describe, which)
+        self.start(side_kernels._head_sums_kernel, (parts, out), describe, which)
         return out
 
 

@@ -12,7 +12,7 @@ from backlight.backends.hopper.compat import smem_reinterpret, tma_load, tma_sto
 LN2 = gl.constexpr(0.6931471805599453)
 INF = gl.constexpr(float("inf"))
 # the first row that sees a key which does not exist
-NOWHERE = gl.constexpr(1 << 30)
+BEYOND_ALL_ROWS = gl.constexpr(1 << 30)
 # rows of one warpgroup's matmul
 WM = gl.constexpr(64)
 # packed sequences: row coordinate of the end of every sequence in a ragged descriptor (launch.ragged)
@@ -218,7 +218,7 @@ def mma_over_columns(a, b, acc, D: gl.constexpr, ONTO: gl.constexpr = False):
 
 
 @gluon.jit
-def anew(tile, count):
+def rematerialised(tile, count):
     """A tile in shared memory whose place is worked out in every round `count`, which is below 2^30.
 
     As a constant of the loop it would be held in registers, or spilled where those are short.
@@ -266,7 +266,7 @@ def bar_sync(number, THREADS: gl.constexpr):
     """Named hardware barrier: wait until THREADS threads have come, these included.
 
     Unlike an mbarrier's arrive, `bar_arrive` needs no barrier of the whole partition in front of it: each warp comes by itself.
-    Triton uses numbers 0, 1 and 2 + partition, so 8 to 15 are free.
+    Numbers: `barriers.py`.
     """
     gl.inline_asm_elementwise(
         f"bar.sync $1, {THREADS}; mov.b32 $0, $1;",
@@ -325,6 +325,6 @@ def end_block(tile):
 
 
 @gluon.jit
-def afresh(number):
+def opaque(number):
     """The number, of which the compiler then knows nothing: addresses made of it are worked out here, not kept over loops."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from backlight.backends.hopper import small
+from backlight.backends.hopper import side_kernels
 from backlight.backends.hopper.launch import Launch
 from backlight.backends.hopper.primitives import per_thread
 from backlight.call import Call
@@ -48,10 +48,10 @@ def table_of(call: Call) -> Tensor | None:
 
     def describe() -> dict[str, Any]:
         args = [bias, table, n, *bias.stride(), unit_of(call)]
-        constants = {"PAD": pad, "BLOCK": small.BLOCK}
-        return {"grid": (-(-table.shape[1] // small.BLOCK), heads), "args": args, "constants": constants, "num_warps": 4}
+        constants = {"PAD": pad, "BLOCK": side_kernels.BLOCK}
+        return {"grid": (-(-table.shape[1] // side_kernels.BLOCK), heads), "args": args, "constants": constants, "num_warps": 4}
 
-    Launch(call, choices="table").start(small._table_kernel, (bias, table), describe)
+    Launch(call, choices="table").start(side_kernels._table_kernel, (bias, table), describe)
     return table
 
 
@@ -272,6 +272,12 @@ def visible_count(position, sk, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: 
 def threshold(tau):
     """Eq. 10: what a shifted weight must exceed to survive; with tau >= 0 every visible key does, also where p underflowed."""
     return gl.where(tau >= 0, -float("inf"), 0.0)
+
+
+@gluon.jit
+def above(x, limit):
+    """1.0 where x > limit, else 0: the product with it is part of the FFMA that follows, a selection would not be."""
+    return gl.inline_asm_elementwise("set.gt.f32.f32 $0, $1, $2;", "=f,f,f", [x, limit], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit

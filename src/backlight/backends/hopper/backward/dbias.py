@@ -27,6 +27,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from backlight.backends.hopper.barriers import BOTH_GROUPS_AND_WARP
 from backlight.backends.hopper.compat import smem_reinterpret, tma_reduce_add
 from backlight.backends.hopper.launch import Launch, descriptor, fields, linear
 from backlight.backends.hopper.primitives import bar_arrive, clamp, log2_of
@@ -74,7 +75,7 @@ def sum_of(a, b):
 
 
 @gluon.jit
-def leave_diagonals(p, ds, flushes, THREADS: gl.constexpr):
+def leave_diagonals(p, ds, flushes):
     """Put the sums of a tile ds [128 keys, BM rows] where `add_diagonals` finds them."""
     C: gl.constexpr = ds.shape[1] // 8
     tile = gl.permute(gl.reshape(ds, [GROUPS, 2, 8, C, 8]), (0, 2, 4, 3, 1))
@@ -94,7 +95,7 @@ def leave_diagonals(p, ds, flushes, THREADS: gl.constexpr):
     rows.store(gl.reshape(gl.permute(whole_of(totals, C), (3, 0, 1, 2)), [C * GROUPS, CELLS]))
     p.edge_s.store(gl.reshape(far[0], [GROUPS, CELLS]))
     fence_async_shared()
-    bar_arrive(p.DQ_FULL + 1, THREADS)
+    bar_arrive(p.DIAGONALS_FULL, BOTH_GROUPS_AND_WARP)
 
 
 @gluon.jit

@@ -1,9 +1,7 @@
-"""dq, in the two ways the backward makes it: converting the accumulated tiles, or a kernel that owns rows (SPLIT).
+"""dq from a kernel that owns rows (SPLIT): bitwise repeatable, for seven products instead of five.
 
-The main kernel adds dq tiles in the order of its register fragments; `_dq_convert_kernel` reads them through the same layout,
-scales and converts. `_dq_kernel` needs neither accumulator nor order of additions: NC consumer warpgroups own 64 rows each and
-visit their key blocks, s and dp recomputed, ds going from registers straight into ds k. Seven products instead of five.
-`add_fragments` is how tiles reach the accumulator without TMA.
+It needs neither an accumulator nor an order of additions: two consumer warpgroups own 64 rows each and visit their key blocks;
+s and dp are computed again, and ds goes from registers straight into ds k.
 """
 
 # device code: compiled by Triton from its own types, never run by Python
@@ -13,27 +11,19 @@ from typing import Any
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from backlight.backends.hopper.backward.prepass import Rows
-from backlight.backends.hopper.compat import Maybe, arguments, smem_reinterpret, tma_load, warpgroup_mma_wait
+from backlight.backends.hopper.barriers import BOTH_GROUPS_AND_WARP, ROWS_K_EMPTY, ROWS_V_EMPTY
+from backlight.backends.hopper.compat import Maybe, arguments, warpgroup_mma_wait
 from backlight.backends.hopper.config import dq_config
 from backlight.backends.hopper.launch import Launch
 from backlight.backends.hopper.primitives import (
-    INF,
     WM,
     bar_arrive,
     bar_sync,
     barriers,
-    before,
-    between,
     key_blocks,
-    key_limits,
     load_tile,
     locate,
     mma_over_columns,
@@ -42,6 +32,7 @@ from backlight.backends.hopper.primitives import (
     stage_of,
     store_tile,
 )
+from backlight.backends.hopper.scores import gradient, hidden_out, of_rows, seen_keys, surviving, weights
 from backlight.backends.hopper.terms import (
     TABLE_PAD,
     bias_tile,
@@ -54,145 +45,6 @@ from backlight.backends.hopper.terms import (
     unit_of,
 )
 from backlight.spec import LOG2E
-
-# --- from the accumulator ----------------------------------------------------------------------------------------------------
-
-
-@gluon.constexpr_function
-def dq_fragments(BM, BD):
-    """Accumulator of the main kernel's dq [BM, BD]: eight warps."""
-    along = 4 if BM == 64 else 8
-    return gl.NVMMADistributedLayout([3, 0], [along, 8 // along], [16, BD * along // 8, 16])
-
-
-@gluon.constexpr_function
-def dq_tile_layout(BM, BD):
-    """Shared memory in the order of those fragments: two registers of two rows make 16 bytes, then lanes, registers, warps."""
-    along = 4 if BM == 64 else 8
-    columns = BD * along // 8
-    bases = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
-    column = 8
-    while column < columns:
-        bases.append([0, column])
-        column *= 2
-    row = 16
-    while row < BM:
-        bases.append([row, 0])
-        row *= 2
-    while column < BD:
-        bases.append([0, column])
-        column *= 2
-    return gl.SharedLinearLayout(offset_bases=bases, block_bases=[], alignment=1024)
-
-
-@gluon.constexpr_function
-def dq_half_layout(BD):
-    """The 64 rows of a warpgroup in the order of `dq_tile_layout(128, BD)`, of which they are a half."""
-    bases = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
-    column = 8
-    while column < BD:
-        bases.append([0, column])
-        column *= 2
-    return gl.SharedLinearLayout(offset_bases=[*bases, [16, 0], [32, 0]], block_bases=[], alignment=1024)
-
-
-@gluon.jit
-def add_fragments(acc_ptr, row, dq):
-    """Add a dq tile [64, BD], fragments in registers, to the accumulator rows from `row`: the order of `dq_tile_layout`."""
-    BD: gl.constexpr = dq.shape[1]
-    HALF: gl.constexpr = BD // 2
-    layout: gl.constexpr = dq.type.layout
-    line = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
-    column = gl.expand_dims(gl.arange(0, BD, gl.SliceLayout(0, layout)), 0)
-    # what the thread has in common first: the rest is an immediate
-    thread = column % 8 // 2 * 4 + line % 8 * 16 + line // 16 * (16 * HALF) + column // HALF * (64 * HALF)
-    fixed = column % 2 + line // 8 % 2 * 2 + column % HALF // 8 * 128
-    add_quads(((acc_ptr + row.to(gl.int64) * BD) + thread) + fixed, dq)
-
-
-@gluon.jit
-def add_quads(pointers, values):
-    """Add to global memory: four values that lie next to each other in a thread's registers and in memory, 16 bytes at once."""
-    gl.inline_asm_elementwise(
-        "{ red.global.add.v4.f32 [$4], {$8, $9, $10, $11}; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }",
-        "=r,=r,=r,=r,l,l,l,l,f,f,f,f",
-        [pointers.to(gl.int64), values],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=4,
-    )
-
-
-@gluon.jit(do_not_specialize=["n_segments", "heads", "sq", "tiles"])
-def _dq_convert_kernel(
-    acc_desc,
-    dq_desc,
-    cu_q_ptr,
-    cu_tiles_ptr,
-    n_segments,
-    heads,
-    sq,
-    tiles,
-    scale,
-    BM: gl.constexpr,
-    BD: gl.constexpr,
-    VARLEN: gl.constexpr,
-):
-    tile = gl.program_id(0)
-    head = gl.program_id(1)
-    row = (head * tiles + tile) * BM
-    start = tile * 0
-    if VARLEN:
-        z, first = locate(tile, cu_tiles_ptr, n_segments)
-        if z >= n_segments:
-            return
-        tile -= first
-        start = gl.load(cu_q_ptr + z)
-        sq = gl.load(cu_q_ptr + z + 1) - start
-    dtype: gl.constexpr = dq_desc.dtype
-    acc_s = gl.allocate_shared_memory(gl.float32, [BM, BD], acc_desc.layout)
-    out_s = gl.allocate_shared_memory(dtype, [BM, BD], gl.NVMMASharedLayout.get_default_for([BM, BD], dtype))
-    full = barriers(1, 1)
-    fence_async_shared()
-    mbarrier.expect(full.index(0), BM * BD * 4)
-    tma_load(acc_desc, [row, 0], full.index(0), acc_s)
-    mbarrier.wait(full.index(0), 0)
-    fragments = smem_reinterpret(acc_s, gl.float32, [BM, BD], dq_tile_layout(BM, BD)).load(dq_fragments(BM, BD))
-    out_s.store((fragments * scale).to(dtype))
-    fence_async_shared()
-    store_tile(dq_desc, head // heads, head % heads, start, sq, tile * BM, out_s, VARLEN)
-    tma.store_wait(0)
-
-
-def convert_dq(launch: Launch, rows: Rows, dq: Tensor) -> None:
-    block = rows.config.block_m
-    acc = rows.accumulator
-
-    def describe() -> dict[str, Any]:
-        args = [
-            rows.tiles_of_dq(launch.bd, block),
-            launch.rows(dq, block, launch.bd),
-            rows.cu_q,
-            rows.first_tiles,
-            rows.n_segments,
-            launch.heads,
-            launch.sq,
-            rows.tiles,
-            launch.call.scale,
-        ]
-        constants = {"BM": block, "BD": launch.bd, "VARLEN": launch.call.varlen}
-        return {"grid": (rows.tiles, launch.batch * launch.heads), "args": args, "constants": constants, "num_warps": 8}
-
-    launch.start(_dq_convert_kernel, (acc, dq, rows.cu_q, rows.first_tiles), describe)
-
-
-# --- by a kernel that owns rows ----------------------------------------------------------------------------------------------
-
-
-# named barriers, both warpgroups and the producer
-K_EMPTY = gl.constexpr(8)
-V_EMPTY = gl.constexpr(12)
-EVERYBODY = gl.constexpr(2 * 128 + 32)
 
 
 @arguments
@@ -258,27 +110,21 @@ def producer(p):
         k_stage = stage_of(j - p.begin, p.ST)
         v_stage = stage_of(j - p.begin, p.VST)
         if j - p.begin >= p.ST:
-            bar_sync(K_EMPTY + k_stage, EVERYBODY)
+            bar_sync(ROWS_K_EMPTY + k_stage, BOTH_GROUPS_AND_WARP)
         mbarrier.expect(p.k_full.index(k_stage), p.k_desc.block_type.nbytes)
         load_tile(p.k_desc, p.b, p.kv_head, p.k_start, p.sk, j * p.BN, p.k_full.index(k_stage), p.k_s.index(k_stage), p.VARLEN)
         if j - p.begin >= p.VST:
-            bar_sync(V_EMPTY + v_stage, EVERYBODY)
+            bar_sync(ROWS_V_EMPTY + v_stage, BOTH_GROUPS_AND_WARP)
         mbarrier.expect(p.v_full.index(v_stage), p.v_desc.block_type.nbytes)
         load_tile(p.v_desc, p.b, p.kv_head, p.k_start, p.sk, j * p.BN, p.v_full.index(v_stage), p.v_s.index(v_stage), p.VARLEN)
     # every arrival is met, those of the last round included
     count = p.end - p.begin
     for i in gl.static_range(p.ST):
         if count >= p.ST - i:
-            bar_sync(K_EMPTY + stage_of(count + i, p.ST), EVERYBODY)
+            bar_sync(ROWS_K_EMPTY + stage_of(count + i, p.ST), BOTH_GROUPS_AND_WARP)
     for i in gl.static_range(p.VST):
         if count >= p.VST - i:
-            bar_sync(V_EMPTY + stage_of(count + i, p.VST), EVERYBODY)
-
-
-@gluon.jit
-def above(x, limit):
-    """1.0 where x > limit, else 0: the product with it is part of the FFMA that follows, a selection would not be."""
-    return gl.inline_asm_elementwise("set.gt.f32.f32 $0, $1, $2;", "=f,f,f", [x, limit], dtype=gl.float32, is_pure=True, pack=1)
+            bar_sync(ROWS_V_EMPTY + stage_of(count + i, p.VST), BOTH_GROUPS_AND_WARP)
 
 
 @gluon.jit
@@ -292,8 +138,10 @@ def key_block(p, q, do, dq, lse, delta, share, limit, j, W: gl.constexpr):
     k_stage = stage_of(j - p.begin, p.ST)
     v_stage = stage_of(j - p.begin, p.VST)
     mbarrier.wait(p.k_full.index(k_stage), phase_of(j - p.begin, p.ST))
+    # 1: s = q k^T
     s_token = mma_over_columns(q, p.k_s.index(k_stage), zero, p.D)
     mbarrier.wait(p.v_full.index(v_stage), phase_of(j - p.begin, p.VST))
+    # 2: dp = do v^T
     dp_token = mma_over_columns(do, p.v_s.index(v_stage), zero, p.DV)
     s = warpgroup_mma_wait(PIECES, deps=[s_token])
     if p.cap is not None:
@@ -303,29 +151,24 @@ def key_block(p, q, do, dq, lse, delta, share, limit, j, W: gl.constexpr):
         if (j >= p.band_begin) & (j < p.band_end):
             column = p.i0 + W * WM + p.sk - p.sq - j * BN + p.origin
             x = s + bias_tile(p.table_ptr, column, p.n_bias, zero, False)
-    pr = gl.exp2(x * p.scale_log2 - gl.expand_dims(lse, 1))
+    pr = weights(x, lse, p.scale_log2, False)
     if (j < p.plain_begin) | (j >= p.plain_end):
         position = p.i0 + W * WM + p.sk - p.sq + gl.arange(0, WM, row_l)
-        first, end = key_limits(position, p.sk, p.left, p.right, p.HAS_LEFT, p.HAS_RIGHT)
-        columns = gl.arange(0, BN, gl.SliceLayout(0, s_l))
-        if p.HAS_LEFT:
-            seen = between(first - j * BN, end - j * BN, columns)
-        else:
-            seen = before(end - j * BN, columns)
-        # with tau a hidden key must stay hidden whatever is added to its p
-        pr = gl.where(seen, pr, 0.0 if p.share_ptr is None else -INF)
+        seen = seen_keys(s, position, j * BN, p.sk, p.left, p.right, p.HAS_LEFT, p.HAS_RIGHT)
+        pr = hidden_out(pr, seen, p.share_ptr is not None)
     dp, pr = warpgroup_mma_wait(0, deps=[dp_token, pr])
-    bar_arrive(V_EMPTY + v_stage, EVERYBODY)
+    bar_arrive(ROWS_V_EMPTY + v_stage, BOTH_GROUPS_AND_WARP)
     if p.share_ptr is not None:
-        dp = dp * above(pr + gl.expand_dims(share, 1), limit)
+        dp = surviving(dp, pr + of_rows(share, False), limit)
         pr = gl.maximum(pr, 0.0)
-    ds = pr * (dp - gl.expand_dims(delta, 1))
+    ds = gradient(pr, dp, delta, False)
     if p.cap is not None:
         ds = ds * cap_slope(s)
     ds16 = gl.convert_layout(ds.to(p.q_desc.dtype), a_l, assert_trivial=True)
+    # 4: dq += ds k
     dq_token = warpgroup_mma(ds16, p.k_s.index(k_stage), dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=[dq_token])
-    bar_arrive(K_EMPTY + k_stage, EVERYBODY)
+    bar_arrive(ROWS_K_EMPTY + k_stage, BOTH_GROUPS_AND_WARP)
     return dq
 
 

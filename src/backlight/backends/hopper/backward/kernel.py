@@ -1,18 +1,19 @@
 """Backward, main kernel (eq. 33): a CTA owns BN keys of one key head and visits the row blocks that see them.
 
-Eight warps do all matmuls with S and dP transposed; one warp loads, one adds dq tiles to global memory:
+Eight warps do all matmuls with S and dP transposed; one warp loads, one adds dq tiles to global memory. The five products, by
+the numbers that the loops of all kernels use:
 
-  s^T  = k q^T     [BN, BM]  both operands in shared memory
-  dp^T = v do^T    [BN, BM]  both operands in shared memory
-  dv  += p^T do    [BN, Dv]  p^T from registers
-  dq   = ds k      [BM, D]   ds^T through shared memory, read transposed
-  dk  += ds^T q    [BN, D]   ds^T from registers
+  1  s^T  = k q^T     [BN, BM]  both operands in shared memory
+  2  dp^T = v do^T    [BN, BM]  both operands in shared memory
+  3  dv  += p^T do    [BN, Dv]  p^T from registers
+  4  dq  += ds k      [BM, D]   ds^T through shared memory, read transposed
+  5  dk  += ds^T q    [BN, D]   ds^T from registers
 
 dq leaves in the order of its register fragments (16-byte stores without bank conflicts) and is added to an fp32 accumulator by
-TMA; `dq.py` puts the permuted tiles back. dk and dv stay in registers over all query heads of the group, so only the order of
-the dq additions is free. A CTA may work on several key tiles (`keytiles.py`). SPLIT leaves dq to a kernel of its own: bitwise
-repeatable. With heads wider than 128 (WIDE) the two warpgroups share 64 keys and split columns: p^T and ds^T both go through
-shared memory, and dq leaves from the registers.
+TMA; `dq_convert.py` puts the permuted tiles back. dk and dv stay in registers over all query heads of the group: only the order
+of the dq additions is free. A CTA may work on several key tiles (`key_tiles.py`). SPLIT leaves dq to a kernel of its own
+(`dq_rows.py`): bitwise repeatable. With heads wider than 128 (WIDE) the two warpgroups share 64 keys and split columns: p^T and
+ds^T both go through shared memory, and dq leaves from the registers.
 
 Learned terms change the arithmetic between the matmuls only; what a call does not have is not compiled in. Row blocks that meet
 the bias table have loops of their own, and leave their ds for dbias (`dbias.py`). Parity contract: tests/hopper.
@@ -20,7 +21,6 @@ the bias table have loops of their own, and leave their ds for dbias (`dbias.py`
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,8 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from backlight.backends.hopper.backward.dbias import CELLS, GROUPS, Diagonals, add_diagonals
-from backlight.backends.hopper.backward.dbias_ordered import band_dbias
-from backlight.backends.hopper.backward.dq_rows import convert_dq, dq_tile_layout, split_dq
+from backlight.backends.hopper.backward.dq_convert import dq_tile_layout
 from backlight.backends.hopper.backward.key_tiles import (
     SLOT,
     drawn,
@@ -46,11 +45,20 @@ from backlight.backends.hopper.backward.key_tiles import (
     published_tile,
     tile_row,
 )
-from backlight.backends.hopper.backward.narrow import apart_dk_dv
-from backlight.backends.hopper.backward.prepass import Rows, prepass
-from backlight.backends.hopper.backward.row_block import BOTH, KV_EMPTY, OUT_FULL, Q_EMPTY, Sums, row_loops, tile_layout
+from backlight.backends.hopper.backward.prepass import Rows
+from backlight.backends.hopper.backward.row_block import Sums, row_loops, tile_layout
+from backlight.backends.hopper.barriers import (
+    BOTH_GROUPS_AND_WARP,
+    KV_EMPTY,
+    OUT_FULL,
+    Q_EMPTY,
+    TWO_WARPS,
+    diagonals_full,
+    do_empty,
+    dq_full,
+)
 from backlight.backends.hopper.compat import LATE_ADDRESSES, Maybe, arguments, smem_reinterpret, tma_reduce_add
-from backlight.backends.hopper.config import backward_config, keys_together, room_for_dv
+from backlight.backends.hopper.config import keys_together, room_for_dv
 from backlight.backends.hopper.launch import Launch
 from backlight.backends.hopper.primitives import (
     bar_arrive,
@@ -64,7 +72,6 @@ from backlight.backends.hopper.terms import (
     table_of,
     unit_of,
 )
-from backlight.call import Call
 from backlight.spec import LOG2E
 
 
@@ -149,6 +156,7 @@ class Backward:
     Q_EMPTY: gl.constexpr
     DO_EMPTY: gl.constexpr
     DQ_FULL: gl.constexpr
+    DIAGONALS_FULL: gl.constexpr
     BIAS: gl.constexpr
     DBIAS: gl.constexpr
     SOFTCAP: gl.constexpr
@@ -209,16 +217,16 @@ def reducer(p):
                 for i in range(t.begin, t.end):
                     if p.DBIAS:  # noqa: SIM102 (known to the compiler)
                         if in_band(p, t, i):
-                            bar_sync(p.DQ_FULL + 1, BOTH)
+                            bar_sync(p.DIAGONALS_FULL, BOTH_GROUPS_AND_WARP)
                             add_diagonals(p, t, t.kv_head * p.group + member, i)
                             tma.store_wait(0)
                             mbarrier.arrive(p.diagonals_empty.index(0), count=1)
                     if p.DQ_TILES:
-                        bar_sync(p.DQ_FULL, BOTH)
+                        bar_sync(p.DQ_FULL, BOTH_GROUPS_AND_WARP)
                         tma_reduce_add(p.acc_desc, [tile_row(p, t, member, i), 0], dq_tile)
                         tma.store_wait(0)
                         mbarrier.arrive(p.dq_empty.index(0), count=1)
-        bar_sync(OUT_FULL, BOTH)
+        bar_sync(OUT_FULL, BOTH_GROUPS_AND_WARP)
         store_tile(p.dv_desc, t.b, t.kv_head, t.k_start, t.sk, t.j0, p.dv_s, p.VARLEN)
         store_tile(p.dk_desc, t.b, t.kv_head, t.k_start, t.sk, t.j0, p.dk_s, p.VARLEN)
         tma.store_wait(0)
@@ -258,7 +266,7 @@ def gradients(p):
         p.dv_s.store(sums.dv.to(dtype))
         p.dk_s.store((sums.dk * p.scale).to(dtype))
         fence_async_shared()
-        bar_arrive(OUT_FULL, BOTH)
+        bar_arrive(OUT_FULL, BOTH_GROUPS_AND_WARP)
         turn += 1
         number = published(p, turn, p.WARPS)
 
@@ -439,13 +447,14 @@ def _bwd_kernel(
         DQ_TILES=DQ_TILES,
         EARLY=EARLY,
         # who releases K and V: `gradients`, or `reducer` when dk and dv have left through their memory
-        KV_THREADS=BOTH if EARLY else 64,
+        KV_THREADS=BOTH_GROUPS_AND_WARP if EARLY else TWO_WARPS,
         OVERLAP=OVERLAP,
         BAND_FIRST=BAND_FIRST,
         SLOTS=SLOTS,
         Q_EMPTY=Q_EMPTY,
-        DO_EMPTY=Q_EMPTY + ST,
-        DQ_FULL=Q_EMPTY + 2 * ST,
+        DO_EMPTY=do_empty(ST),
+        DQ_FULL=dq_full(ST),
+        DIAGONALS_FULL=diagonals_full(ST),
         BIAS=BIAS,
         DBIAS=DBIAS,
         SOFTCAP=cap is not None,
@@ -455,41 +464,8 @@ def _bwd_kernel(
     gl.warp_specialize([(gradients, (args,)), (loader, (args,)), (reducer, (args,))], [1, 1], [24, 24])
 
 
-def backward(
-    call: Call, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]
-) -> dict[str, Tensor]:
-    """The gradients of a call that `why_not` accepts."""
-    launch = Launch(call, y, lse, u, dy, dlse, choices=needs)
-    dq, dk, dv = torch.empty_like(call.q), torch.empty_like(call.k), torch.empty_like(call.v)
-    out = {"dq": dq, "dk": dk, "dv": dv}
-    if launch.sq == 0 or launch.sk == 0 or launch.batch == 0:
-        return {name: _without_pairs(call, name, lse, dlse) for name in needs}
-    config = launch.once("backward", lambda: backward_config(call))
-    split = config.split or call.deterministic or "dq" not in needs
-    rows = prepass(launch, config, y, lse, u, dy, dlse, not split, out, needs)
-    # diagonals are added in the order in which CTAs come, and need the fragments of 128 keys
-    fused = "dbias" in needs and not (call.deterministic or config.wide)
-    diagonals = Diagonals.of(launch) if fused else None
-    if config.apart and not split:
-        apart_dk_dv(launch, rows, dk, dv)
-    elif needs & {"dk", "dv"} or fused or not split:
-        _dk_dv(launch, rows, dk, dv, diagonals, split)
-    if "dq" in needs:
-        split_dq(launch, rows, dq) if split else convert_dq(launch, rows, dq)
-    if "dbias" in needs:
-        out["dbias"] = band_dbias(launch, rows) if diagonals is None else diagonals.dbias()
-    return {name: out[name] for name in needs}
-
-
-def _without_pairs(call: Call, name: str, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """A gradient where no row meets a key: 0, except that a sink alone is the whole lse (math.md section 2)."""
-    given = getattr(call, name[1:])
-    if name == "dsink" and dlse is not None:
-        return dlse.float().sum(dim=(0, 2)).masked_fill(given == -torch.inf, 0).to(given.dtype)
-    return torch.zeros_like(given)
-
-
-def _dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, diagonals: Diagonals | None, split: bool) -> None:
+def main_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, diagonals: Diagonals | None, split: bool) -> None:
+    """dk and dv, and unless `split` the accumulated dq; sums of ds where there are `diagonals`."""
     call, config, spec = launch.call, rows.config, launch.call.spec
     cu_q, cu_k, cu_tiles, n_segments = launch.packing(call.cu_seqlens_k, config.block_n)
     do, lse2, delta, acc, first_tiles = rows.do, rows.lse2, rows.delta, rows.accumulator, rows.first_tiles

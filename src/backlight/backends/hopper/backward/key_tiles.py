@@ -10,19 +10,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from backlight.backends.hopper.barriers import BOTH_GROUPS_AND_WARP
 from backlight.backends.hopper.compat import arguments, tma_load
 from backlight.backends.hopper.config import BackwardConfig
 from backlight.backends.hopper.launch import multiprocessors
 from backlight.backends.hopper.primitives import (
-    NOWHERE,
-    afresh,
+    BEYOND_ALL_ROWS,
     bar_sync,
     clamp,
     load_tile,
     locate,
+    opaque,
     row_blocks,
     stage_of,
 )
+from backlight.backends.hopper.scores import rows_before, rows_from
 from backlight.backends.hopper.terms import row_band
 from backlight.call import Call
 
@@ -31,8 +33,6 @@ PLAIN = gl.constexpr(0)
 FIRST_ROWS = gl.constexpr(1)
 LAST_ROWS = gl.constexpr(2)
 BOTH_ENDS = gl.constexpr(3)
-# who comes to a stage's named barrier: two warpgroups and the loader
-EVERYBODY = gl.constexpr(256 + 32)
 # what is published of a tile; a number below 0 ends the work
 SLOT = gl.constexpr(32)
 NUMBER = gl.constexpr(0)
@@ -90,18 +90,18 @@ def drawn(p):
     """
     number = p.n_tiles
     if p.dynamic != 0:
-        number = gl.atomic_add(p.counter_ptr + afresh(p.counter), 1.0, sem="relaxed").to(gl.int32) + p.dynamic
+        number = gl.atomic_add(p.counter_ptr + opaque(p.counter), 1.0, sem="relaxed").to(gl.int32) + p.dynamic
     return number
 
 
 @gluon.jit
-def tell(p, turn, FIELD: gl.constexpr, value):
+def write_field(p, turn, FIELD: gl.constexpr, value):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     p.tile_s.index((turn & 1) * SLOT + FIELD).store(gl.full([1], value, gl.int32, one))
 
 
 @gluon.jit
-def told(p, turn, FIELD: gl.constexpr, WARPS: gl.constexpr):
+def read_field(p, turn, FIELD: gl.constexpr, WARPS: gl.constexpr):
     """What `publish` said of this program's tile number `turn`, in a partition of WARPS warps."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.max(p.tile_s.index((turn & 1) * SLOT + FIELD).load(layout), 0)
@@ -111,32 +111,32 @@ def told(p, turn, FIELD: gl.constexpr, WARPS: gl.constexpr):
 def publish(p, turn, number, visit, t):
     """Tell the other partitions about a tile, as soon as they have done with the one before last."""
     mbarrier.wait(p.tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-    tell(p, turn, NUMBER, number)
-    tell(p, turn, VISIT, visit)
-    tell(p, turn, BATCH, t.b)
-    tell(p, turn, KV_HEAD, t.kv_head)
-    tell(p, turn, K_START, t.k_start)
-    tell(p, turn, SQ, t.sq)
-    tell(p, turn, SK, t.sk)
-    tell(p, turn, J0, t.j0)
-    tell(p, turn, FIRST_TILE, t.first_tile)
-    tell(p, turn, BEGIN, t.begin)
-    tell(p, turn, CAREFUL_END, t.careful_end)
-    tell(p, turn, PLAIN_BEGIN, t.plain_begin)
-    tell(p, turn, BAND_BEGIN, t.band_begin)
-    tell(p, turn, BAND_END, t.band_end)
-    tell(p, turn, PLAIN_END, t.plain_end)
-    tell(p, turn, END, t.end)
-    tell(p, turn, FIRST_ROW, t.j0 - p.right - (t.sk - t.sq))
-    tell(p, turn, END_ROW, t.j0 + p.left - (t.sk - t.sq) + 1)
-    tell(p, turn, KEYS, t.sk - t.j0)
+    write_field(p, turn, NUMBER, number)
+    write_field(p, turn, VISIT, visit)
+    write_field(p, turn, BATCH, t.b)
+    write_field(p, turn, KV_HEAD, t.kv_head)
+    write_field(p, turn, K_START, t.k_start)
+    write_field(p, turn, SQ, t.sq)
+    write_field(p, turn, SK, t.sk)
+    write_field(p, turn, J0, t.j0)
+    write_field(p, turn, FIRST_TILE, t.first_tile)
+    write_field(p, turn, BEGIN, t.begin)
+    write_field(p, turn, CAREFUL_END, t.careful_end)
+    write_field(p, turn, PLAIN_BEGIN, t.plain_begin)
+    write_field(p, turn, BAND_BEGIN, t.band_begin)
+    write_field(p, turn, BAND_END, t.band_end)
+    write_field(p, turn, PLAIN_END, t.plain_end)
+    write_field(p, turn, END, t.end)
+    write_field(p, turn, FIRST_ROW, t.j0 - p.right - (t.sk - t.sq))
+    write_field(p, turn, END_ROW, t.j0 + p.left - (t.sk - t.sq) + 1)
+    write_field(p, turn, KEYS, t.sk - t.j0)
     mbarrier.arrive(p.tile_full.index(turn & 1), count=1)
 
 
 @gluon.jit
 def publish_end(p, turn):
     mbarrier.wait(p.tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-    tell(p, turn, NUMBER, -1)
+    write_field(p, turn, NUMBER, -1)
     mbarrier.arrive(p.tile_full.index(turn & 1), count=1)
 
 
@@ -144,28 +144,28 @@ def publish_end(p, turn):
 def published(p, turn, WARPS: gl.constexpr):
     """Wait for `publish`; the number of the tile."""
     mbarrier.wait(p.tile_full.index(turn & 1), (turn >> 1) & 1)
-    return told(p, turn, NUMBER, WARPS)
+    return read_field(p, turn, NUMBER, WARPS)
 
 
 @gluon.jit
 def published_tile(p, turn):
     """All that is published, for a partition of one warp; the others read what they need when they need it."""
     return KeyTile(
-        b=told(p, turn, BATCH, 1),
-        kv_head=told(p, turn, KV_HEAD, 1),
+        b=read_field(p, turn, BATCH, 1),
+        kv_head=read_field(p, turn, KV_HEAD, 1),
         q_start=p.sq * 0,
-        k_start=told(p, turn, K_START, 1),
-        sq=told(p, turn, SQ, 1),
-        sk=told(p, turn, SK, 1),
-        j0=told(p, turn, J0, 1),
-        first_tile=told(p, turn, FIRST_TILE, 1),
-        begin=told(p, turn, BEGIN, 1),
-        careful_end=told(p, turn, CAREFUL_END, 1),
-        plain_begin=told(p, turn, PLAIN_BEGIN, 1),
-        band_begin=told(p, turn, BAND_BEGIN, 1),
-        band_end=told(p, turn, BAND_END, 1),
-        plain_end=told(p, turn, PLAIN_END, 1),
-        end=told(p, turn, END, 1),
+        k_start=read_field(p, turn, K_START, 1),
+        sq=read_field(p, turn, SQ, 1),
+        sk=read_field(p, turn, SK, 1),
+        j0=read_field(p, turn, J0, 1),
+        first_tile=read_field(p, turn, FIRST_TILE, 1),
+        begin=read_field(p, turn, BEGIN, 1),
+        careful_end=read_field(p, turn, CAREFUL_END, 1),
+        plain_begin=read_field(p, turn, PLAIN_BEGIN, 1),
+        band_begin=read_field(p, turn, BAND_BEGIN, 1),
+        band_end=read_field(p, turn, BAND_END, 1),
+        plain_end=read_field(p, turn, PLAIN_END, 1),
+        end=read_field(p, turn, END, 1),
     )
 
 
@@ -234,29 +234,21 @@ def key_tile(p, number):
 
 @gluon.jit
 def seen_rows(p, turn, s, offset, i, MASK: gl.constexpr):
-    """Which rows of block i see the keys from j0 + offset on: a tile like s [keys, rows].
-
-    A thread's scores lie at rows r + 8 c + e (e: 0 or 1) of those that a warp holds. 8 c is an immediate operand of the
-    comparisons; under a window, which has two limits, 8 c + e: fewer registers.
-    """
-    layout: gl.constexpr = s.type.layout
+    """Which rows of block i see the keys from j0 + offset on: a tile like s [keys, rows]."""
     HELD: gl.constexpr = p.BM // 2 if p.WIDE else p.BM
-    key = gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
-    row = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
-    fixed = row & (HELD - 7 if p.HAS_LEFT else HELD - 8)
-    thread = row - fixed
-    seen = fixed >= 0
+    key = gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
     if MASK != LAST_ROWS:
         first = key * 0
         if p.HAS_RIGHT:
-            first = key + (told(p, turn, FIRST_ROW, p.WARPS) + offset - i * p.BM)
+            first = key + (read_field(p, turn, FIRST_ROW, p.WARPS) + offset - i * p.BM)
         if MASK == BOTH_ENDS or not p.HAS_LEFT:
             # the tile may end beyond the last key
-            first = gl.where(key < told(p, turn, KEYS, p.WARPS) - offset, first, NOWHERE)
-        seen = fixed >= gl.expand_dims(first, 1) - thread
+            first = gl.where(key < read_field(p, turn, KEYS, p.WARPS) - offset, first, BEYOND_ALL_ROWS)
+        seen = rows_from(s, first, HELD, p.HAS_LEFT)
     if MASK != FIRST_ROWS:
-        end = key + (told(p, turn, END_ROW, p.WARPS) + offset - i * p.BM)
-        seen = seen & (fixed < gl.expand_dims(end, 1) - thread)
+        end = key + (read_field(p, turn, END_ROW, p.WARPS) + offset - i * p.BM)
+        early = rows_before(s, end, HELD, p.HAS_LEFT)
+        seen = early if MASK == LAST_ROWS else seen & early
     return seen
 
 
@@ -276,12 +268,12 @@ def load_rows(p, t, member, i, count):
     h = t.kv_head * p.group + member
     row = tile_row(p, t, member, i)
     if count >= p.ST:
-        bar_sync(p.Q_EMPTY + stage, EVERYBODY)
+        bar_sync(p.Q_EMPTY + stage, BOTH_GROUPS_AND_WARP)
     mbarrier.expect(q_full, p.q_desc.block_type.nbytes + p.BM * 4)
     load_tile(p.q_desc, t.b, h, t.q_start, t.sq, i * p.BM, q_full, p.q_s.index(stage), p.VARLEN)
     tma_load(p.lse_desc, [row], q_full, p.lse_s.index(stage))
     if count >= p.ST:
-        bar_sync(p.DO_EMPTY + stage, EVERYBODY)
+        bar_sync(p.DO_EMPTY + stage, BOTH_GROUPS_AND_WARP)
     mbarrier.expect(do_full, p.do_desc.block_type.nbytes + (p.BM * 8 if p.TAU else p.BM * 4))
     load_tile(p.do_desc, t.b, h, t.q_start, t.sq, i * p.BM, do_full, p.do_s.index(stage), p.VARLEN)
     tma_load(p.delta_desc, [row], do_full, p.delta_s.index(stage))
@@ -294,8 +286,8 @@ def meet_arrivals(p, count):
     """Every arrival at a named barrier is met, those of the last round included."""
     for i in gl.static_range(p.ST):
         if count >= p.ST - i:
-            bar_sync(p.Q_EMPTY + stage_of(count + i, p.ST), EVERYBODY)
-            bar_sync(p.DO_EMPTY + stage_of(count + i, p.ST), EVERYBODY)
+            bar_sync(p.Q_EMPTY + stage_of(count + i, p.ST), BOTH_GROUPS_AND_WARP)
+            bar_sync(p.DO_EMPTY + stage_of(count + i, p.ST), BOTH_GROUPS_AND_WARP)
 
 
 def programs_of(call: Call, config: BackwardConfig, n_tiles: int) -> int:

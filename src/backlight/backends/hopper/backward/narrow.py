@@ -1,10 +1,10 @@
 """The main kernel of the backward for narrow heads without learned terms: a partition for each of the two warpgroups.
 
-The same tile and the same five products as in `backward.py`, but a warpgroup owns 64 of the 128 keys and meets the other in ds
+The same tile and the same five products as in `kernel.py`, but a warpgroup owns 64 of the 128 keys and meets the other in ds
 alone: dq of a block needs the ds of all keys, so it is made one block later (ds has two buffers), and neither waits for the
 other unless it is a whole block ahead. Each leaves its half of the rows of dq to a warp of its own.
 
-A CTA works on one key tile after the other (`keytiles.py`) and nothing stops between them: K and V have two buffers, the dq of
+A CTA works on one key tile after the other (`key_tiles.py`) and nothing stops between them: K and V have two buffers, the dq of
 a tile's last block is made in the next tile's first, and dk and dv leave through the memory of dq tiles, by the same warp.
 """
 
@@ -22,13 +22,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from backlight.backends.hopper.backward.dq_rows import dq_half_layout
+from backlight.backends.hopper.backward.dq_convert import dq_half_layout
 from backlight.backends.hopper.backward.key_tiles import (
     BEGIN,
     BOTH_ENDS,
     CAREFUL_END,
     END,
-    EVERYBODY,
     FIRST_ROWS,
     LAST_ROWS,
     PLAIN,
@@ -45,11 +44,20 @@ from backlight.backends.hopper.backward.key_tiles import (
     publish_end,
     published,
     published_tile,
+    read_field,
     seen_rows,
     tile_row,
-    told,
 )
 from backlight.backends.hopper.backward.prepass import Rows
+from backlight.backends.hopper.barriers import (
+    BOTH_GROUPS,
+    BOTH_GROUPS_AND_WARP,
+    GROUP_AND_WARP,
+    NARROW_DO_EMPTY,
+    NARROW_DQ_FULL,
+    NARROW_DS_FULL,
+    NARROW_Q_EMPTY,
+)
 from backlight.backends.hopper.compat import (
     LATE_ADDRESSES,
     OWN_REGISTERS,
@@ -62,33 +70,26 @@ from backlight.backends.hopper.config import keys_together
 from backlight.backends.hopper.launch import Launch
 from backlight.backends.hopper.primitives import (
     WM,
-    afresh,
     bar_arrive,
     bar_sync,
     barriers,
     load_tile,
     mma_over_columns,
+    opaque,
     phase_of,
     pieces,
     stage_of,
     store_tile,
 )
+from backlight.backends.hopper.scores import gradient, hidden_out, weights
 from backlight.spec import LOG2E
 
 ROWS = gl.constexpr(128)
 STAGES = gl.constexpr(2)
-# named barriers; partitions take 2 to 5, of which only that of the second warpgroup has a barrier
-Q_EMPTY = gl.constexpr(6)
-DO_EMPTY = gl.constexpr(8)
-DQ_FULL = gl.constexpr(10)
-DS_FULL = gl.constexpr(12)
-# who comes to them: both warpgroups, a warpgroup and its reducer; to the first two EVERYBODY
-PAIR = gl.constexpr(256)
-ONE = gl.constexpr(128 + 32)
 
 
 @arguments
-class Apart:
+class Narrow:
     q_desc: tma.tensor_descriptor
     do_desc: tma.tensor_descriptor
     k_desc: tma.tensor_descriptor
@@ -217,7 +218,7 @@ def reducer(p, W: gl.constexpr):
         for member in range(p.group):
             for i in range(t.begin, t.end):
                 # dq of the block before: none before the first
-                bar_sync(DQ_FULL + W, ONE)
+                bar_sync(NARROW_DQ_FULL + W, GROUP_AND_WARP)
                 if row >= 0:
                     tma_reduce_add(p.acc_desc, [row, 0], dq_memory(p, W))
                     tma.store_wait(0)
@@ -227,7 +228,7 @@ def reducer(p, W: gl.constexpr):
                     visits += 1
                 fresh = visits < 0
                 row = tile_row(p, t, member, i) + W * WM
-        bar_sync(DQ_FULL + W, ONE)
+        bar_sync(NARROW_DQ_FULL + W, GROUP_AND_WARP)
         out = dk_dv_memory(p, W)
         store_tile(p.dk_desc, t.b, t.kv_head, t.k_start, t.sk, t.j0 + W * WM, out.index(0), p.VARLEN)
         store_tile(p.dv_desc, t.b, t.kv_head, t.k_start, t.sk, t.j0 + W * WM, out.index(1), p.VARLEN)
@@ -236,7 +237,7 @@ def reducer(p, W: gl.constexpr):
         mbarrier.arrive(p.tile_empty.index(turn & 1), count=1)
         turn += 1
         number = published(p, turn, 1)
-    bar_sync(DQ_FULL + W, ONE)
+    bar_sync(NARROW_DQ_FULL + W, GROUP_AND_WARP)
     if row >= 0:
         tma_reduce_add(p.acc_desc, [row, 0], dq_memory(p, W))
         tma.store_wait(0)
@@ -254,7 +255,7 @@ def dq_of_before(p, count, side, W: gl.constexpr):
     BD: gl.constexpr = p.k_s.shape[2]
     before = (count & 1) ^ 1
     dq = gl.zeros([WM, BD], gl.float32, tile_layout(BD))
-    bar_sync(DS_FULL + (1 - W) * 2 + before, PAIR)
+    bar_sync(NARROW_DS_FULL + (1 - W) * 2 + before, BOTH_GROUPS)
     for w in gl.static_range(2):
         ds = p.ds_s.index(before * 2 + w).slice(W * WM, WM, 1)
         dq = warpgroup_mma(ds.permute((1, 0)), p.k_s.index(side * 2 + w), dq, use_acc=w > 0, is_async=True)
@@ -286,37 +287,42 @@ def row_block(p, turn, sums, side, i, W: gl.constexpr, MASK: gl.constexpr):
     q = p.q_s.index(stage)
     do = p.do_s.index(stage)
     mbarrier.wait(p.q_full.index(stage), phase)
+    # 1: s^T = k q^T
     s_token = mma_over_columns(p.k_s.index(side * 2 + W), q, zero, p.D)
     mbarrier.wait(p.do_full.index(stage), phase)
+    # 2: dp^T = v do^T
     dp_token = mma_over_columns(p.v_s.index(side * 2 + W), do, zero, p.DV)
     s = warpgroup_mma_wait(PIECES, deps=[s_token])
     # row values are read late: registers are short
-    pt = gl.exp2(s * p.scale_log2 - gl.expand_dims(p.lse_s.index(stage).load(row_l), 0))
+    pt = weights(s, p.lse_s.index(stage).load(row_l), p.scale_log2, True)
     if MASK != PLAIN:
-        pt = gl.where(seen_rows(p, turn, s, W * WM, i, MASK), pt, 0.0)
+        pt = hidden_out(pt, seen_rows(p, turn, s, W * WM, i, MASK), False)
     dp = warpgroup_mma_wait(0, deps=[dp_token])
     p16 = gl.convert_layout(pt.to(dtype), a_l, assert_trivial=True)
-    ds16 = (pt * (dp - gl.expand_dims(p.delta_s.index(stage).load(row_l), 0))).to(dtype)
+    ds16 = gradient(pt, dp, p.delta_s.index(stage).load(row_l), True).to(dtype)
+    # 4, of the block before: dq += ds k
     dq_token = dq_of_before(p, count, sums.before, W)
+    # 3: dv += p^T do
     dv_token = warpgroup_mma(p16, do, dv, is_async=True)
+    # 5: dk += ds^T q
     dk_token = warpgroup_mma(gl.convert_layout(ds16, a_l, assert_trivial=True), q, dk, is_async=True)
     # both stores run under the matmuls of dv and dk
     leave_dq(p, warpgroup_mma_wait(2, deps=[dq_token]), count + turn, W)
     p.ds_s.index((count & 1) * 2 + W).store(ds16)
     fence_async_shared()
-    bar_arrive(DQ_FULL + W, ONE)
-    bar_arrive(DS_FULL + W * 2 + (count & 1), PAIR)
+    bar_arrive(NARROW_DQ_FULL + W, GROUP_AND_WARP)
+    bar_arrive(NARROW_DS_FULL + W * 2 + (count & 1), BOTH_GROUPS)
     dv = warpgroup_mma_wait(1, deps=[dv_token])
-    bar_arrive(DO_EMPTY + stage, EVERYBODY)
+    bar_arrive(NARROW_DO_EMPTY + stage, BOTH_GROUPS_AND_WARP)
     dk = warpgroup_mma_wait(0, deps=[dk_token])
-    bar_arrive(Q_EMPTY + stage, EVERYBODY)
+    bar_arrive(NARROW_Q_EMPTY + stage, BOTH_GROUPS_AND_WARP)
     return Sums(dk=dk, dv=dv, count=count + 1, before=side)
 
 
 @gluon.jit
 def row_loop(p, turn, sums, side, FIRST: gl.constexpr, LAST: gl.constexpr, W: gl.constexpr, MASK: gl.constexpr):
     """Row blocks between two of the published borders."""
-    for i in range(told(p, turn, FIRST, p.WARPS), told(p, turn, LAST, p.WARPS)):
+    for i in range(read_field(p, turn, FIRST, p.WARPS), read_field(p, turn, LAST, p.WARPS)):
         sums = row_block(p, turn, sums, side, i, W, MASK)
     return sums
 
@@ -336,14 +342,14 @@ def gradients(p, W: gl.constexpr):
     # every CTA has a tile: a loop that might not be entered keeps registers for what follows it
     number = turn
     # there is no block before the first: its dq is made of anything and goes nowhere
-    bar_arrive(DS_FULL + W * 2 + 1, PAIR)
+    bar_arrive(NARROW_DS_FULL + W * 2 + 1, BOTH_GROUPS)
     while number >= 0:
         dk = gl.zeros([WM, BD], gl.float32, tile_layout(BD))
         dv = gl.zeros([WM, BDV], gl.float32, tile_layout(BDV))
         sums = Sums(dk=dk, dv=dv, count=count, before=before)
-        visit = told(p, turn, VISIT, p.WARPS)
+        visit = read_field(p, turn, VISIT, p.WARPS)
         side = visit & 1
-        if told(p, turn, END, p.WARPS) > told(p, turn, BEGIN, p.WARPS):
+        if read_field(p, turn, END, p.WARPS) > read_field(p, turn, BEGIN, p.WARPS):
             mbarrier.wait(p.kv_full.index(side), (visit >> 1) & 1)
         for _member in range(p.group):
             if p.HAS_LEFT:
@@ -355,16 +361,16 @@ def gradients(p, W: gl.constexpr):
         count = sums.count
         before = sums.before
         mbarrier.wait(p.out_empty.index(W), ((count + turn) & 1) ^ 1)
-        out = dk_dv_memory(p, afresh(W))
+        out = dk_dv_memory(p, opaque(W))
         smem_reinterpret(out.index(0), dtype, [WM, BD], dk_l).store((sums.dk * p.scale).to(dtype))
         smem_reinterpret(out.index(1), dtype, [WM, BDV], dv_l).store(sums.dv.to(dtype))
         fence_async_shared()
-        bar_arrive(DQ_FULL + W, ONE)
+        bar_arrive(NARROW_DQ_FULL + W, GROUP_AND_WARP)
         turn += 1
         number = published(p, turn, p.WARPS)
     leave_dq(p, warpgroup_mma_wait(0, deps=[dq_of_before(p, count, before, W)]), count + turn, W)
     fence_async_shared()
-    bar_arrive(DQ_FULL + W, ONE)
+    bar_arrive(NARROW_DQ_FULL + W, GROUP_AND_WARP)
 
 
 @gluon.jit(
@@ -373,7 +379,7 @@ def gradients(p, W: gl.constexpr):
         *("heads", "group", "sq", "sk", "left", "right"),
     ]
 )
-def _bwd_apart_kernel(
+def _bwd_narrow_kernel(
     q_desc,
     do_desc,
     k_desc,
@@ -419,7 +425,7 @@ def _bwd_apart_kernel(
     do_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BDV], dtype)
     ds_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WM, ROWS], dtype)
     out_l: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WM, WIDTH], gl.float32)
-    args = Apart(
+    args = Narrow(
         q_desc=q_desc,
         do_desc=do_desc,
         k_desc=k_desc,
@@ -470,8 +476,8 @@ def _bwd_apart_kernel(
         BM=ROWS,
         BN=2 * WM,
         ST=STAGES,
-        Q_EMPTY=Q_EMPTY,
-        DO_EMPTY=DO_EMPTY,
+        Q_EMPTY=NARROW_Q_EMPTY,
+        DO_EMPTY=NARROW_DO_EMPTY,
         WARPS=4,
         WIDE=False,
         BIAS=False,
@@ -488,7 +494,7 @@ def _bwd_apart_kernel(
     )
 
 
-def apart_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor) -> None:
+def narrow_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor) -> None:
     """dk, dv and the accumulated dq of a call without learned terms, heads up to 64."""
     call = launch.call
     cu_q, cu_k, cu_tiles, n_segments = launch.packing(call.cu_seqlens_k, 2 * WM.value)
@@ -530,4 +536,4 @@ def apart_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor) -> None:
         return {"grid": (programs,), "args": args, "constants": constants, **options}
 
     tensors = (call.q, do, call.k, call.v, dk, dv, lse2, delta, acc, cu_q, cu_k, cu_tiles, first_tiles, delta)
-    launch.start(_bwd_apart_kernel, tensors, describe)
+    launch.start(_bwd_narrow_kernel, tensors, describe)

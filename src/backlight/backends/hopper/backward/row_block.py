@@ -1,7 +1,7 @@
-"""One row block of the backward's main kernel (`backward.py`): the five products and what lies between them.
+"""One row block of the backward's main kernel (`kernel.py`): the five products and what lies between them.
 
-`p` is the kernel's argument class, `turn` counts its tiles (`keytiles.told`). Blocks with a mask have loops of their own, like
-those that meet the bias table.
+`p` is the kernel's argument class, `turn` counts its tiles (`key_tiles.read_field`). Blocks with a mask have loops of their
+own, like those that meet the bias table.
 """
 
 # device code: compiled by Triton from its own types, never run by Python
@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from backlight.backends.hopper.backward.dbias import leave_diagonals
-from backlight.backends.hopper.backward.dq_rows import above, add_fragments, dq_fragments
+from backlight.backends.hopper.backward.dq_convert import add_fragments, dq_fragments
 from backlight.backends.hopper.backward.key_tiles import (
     BAND_BEGIN,
     BAND_END,
@@ -30,27 +30,22 @@ from backlight.backends.hopper.backward.key_tiles import (
     PLAIN_END,
     SK,
     SQ,
+    read_field,
     seen_rows,
-    told,
 )
+from backlight.backends.hopper.barriers import BOTH_GROUPS_AND_WARP, Q_EMPTY
 from backlight.backends.hopper.compat import arguments, barrier, warpgroup_mma_wait
 from backlight.backends.hopper.primitives import (
-    INF,
-    anew,
     bar_arrive,
     end_block,
     mma_over_columns,
     phase_of,
     pieces,
+    rematerialised,
     stage_of,
 )
+from backlight.backends.hopper.scores import gradient, hidden_out, of_rows, surviving, weights
 from backlight.backends.hopper.terms import TABLE_PAD, bias_tile, cap_slope, capped, threshold, weights16
-
-# named barriers, `gradients` and one warp each: Q_EMPTY + stage, then DO_EMPTY + stage, then DQ_FULL, then DIAGONALS_FULL
-Q_EMPTY = gl.constexpr(8)
-KV_EMPTY = gl.constexpr(6)
-OUT_FULL = gl.constexpr(7)
-BOTH = gl.constexpr(256 + 32)
 
 
 @arguments
@@ -63,6 +58,20 @@ class Sums:
     flushes: gl.tensor
 
 
+@arguments
+class Block:
+    """A row block in its stage of the rings, and the keys that meet it."""
+
+    i: gl.tensor
+    member: gl.tensor
+    stage: gl.tensor
+    phase: gl.tensor
+    q: gl.shared_memory_descriptor
+    do: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+
+
 @gluon.constexpr_function
 def tile_layout(WIDE, N):
     """Accumulator of a [BN, N] product: 128 keys over both warpgroups, or 64 keys with columns split between them."""
@@ -70,19 +79,20 @@ def tile_layout(WIDE, N):
 
 
 @gluon.jit
-def block_bias(p, turn, tile, member, i):
+def block_bias(p, turn, tile, b):
     """The bias of a row block, like `tile`."""
-    head = told(p, turn, KV_HEAD, p.WARPS) * p.group + member
-    column = i * p.BM + told(p, turn, SK, p.WARPS) - told(p, turn, SQ, p.WARPS) - told(p, turn, J0, p.WARPS) + p.origin
+    head = read_field(p, turn, KV_HEAD, p.WARPS) * p.group + b.member
+    column = b.i * p.BM + read_field(p, turn, SK, p.WARPS) - read_field(p, turn, SQ, p.WARPS)
+    column = column - read_field(p, turn, J0, p.WARPS) + p.origin
     return bias_tile(p.table_ptr + head.to(gl.int64) * (p.n_bias + 2 * TABLE_PAD), column, p.n_bias, tile, True)
 
 
 @gluon.jit
-def weights(p, turn, s, lse, i, MASK: gl.constexpr):
-    """p of a tile of scores. With tau it is -inf where a key is hidden, so that its weight is 0 whatever is added."""
-    pt = gl.exp2(s * p.scale_log2 - gl.expand_dims(lse, 0))
+def block_weights(p, turn, s, lse, b, MASK: gl.constexpr):
+    """p of a tile of scores."""
+    pt = weights(s, lse, p.scale_log2, True)
     if MASK != PLAIN:
-        pt = gl.where(seen_rows(p, turn, s, 0, i, MASK), pt, -INF if p.TAU else 0.0)
+        pt = hidden_out(pt, seen_rows(p, turn, s, 0, b.i, MASK), p.TAU)
     return pt
 
 
@@ -106,147 +116,208 @@ def whole(left, right, layout: gl.constexpr):
 
 @gluon.jit
 def elastic(p, pt, dp, stage, limit, FIRST: gl.constexpr, MASK: gl.constexpr):
-    """Weights (16 bits) and ds with tau of rows from FIRST on (eq. 10, 11).
-
-    The gradient of a key that did not survive stops at its weight, not at its p.
-    """
+    """Weights (16 bits) and ds with tau of rows from FIRST on (eq. 10, 11)."""
     row_l: gl.constexpr = gl.SliceLayout(0, pt.type.layout)
     ROWS: gl.constexpr = pt.shape[1]
-    at = pt + gl.expand_dims(p.share_s.index(stage).slice(FIRST, ROWS).load(row_l), 0)
+    at = pt + of_rows(p.share_s.index(stage).slice(FIRST, ROWS).load(row_l), True)
     at16 = weights16(at, p.q_desc.dtype)
-    dp = dp * above(at, limit)
+    dp = surviving(dp, at, limit)
     if MASK != PLAIN:
         pt = gl.maximum(pt, 0.0)
-    return at16, pt * (dp - gl.expand_dims(p.delta_s.index(stage).slice(FIRST, ROWS).load(row_l), 0))
+    return at16, gradient(pt, dp, p.delta_s.index(stage).slice(FIRST, ROWS).load(row_l), True)
 
 
 @gluon.jit
-def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.constexpr):
-    """One row block: its dq goes out, dk and dv grow."""
-    dk = sums.dk
-    dv = sums.dv
-    count = sums.count
-    BM: gl.constexpr = p.BM
-    BN: gl.constexpr = p.BN
-    BD: gl.constexpr = p.k_s.shape[1]
-    ST: gl.constexpr = p.ST
-    dtype: gl.constexpr = p.q_desc.dtype
-    dq_l: gl.constexpr = dq_fragments(BM, BD)
-    s_l: gl.constexpr = tile_layout(p.WIDE, BM)
-    a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
+def block_of(p, count, member, i):
+    """Row block i of a query head, where the rings have it."""
+    stage = stage_of(count, p.ST)
+    return Block(
+        i=i,
+        member=member,
+        stage=stage,
+        phase=phase_of(count, p.ST),
+        q=p.q_s.index(stage),
+        do=p.do_s.index(stage),
+        k=rematerialised(p.k_s, count),
+        v=rematerialised(p.v_s, count),
+    )
+
+
+@gluon.jit
+def weights_and_dp(p, turn, b, MASK: gl.constexpr, BIASED: gl.constexpr):
+    """Products 1 and 2, and p under the second: (s, p, dp, delta). s is for the slope of a cap; tau reads delta later."""
+    s_l: gl.constexpr = tile_layout(p.WIDE, p.BM)
     row_l: gl.constexpr = gl.SliceLayout(0, s_l)
     PIECES: gl.constexpr = len(pieces(p.DV, p.v_s.shape[1]))
-    zero = gl.zeros([BN, BM], gl.float32, s_l)
-    stage = stage_of(count, ST)
-    phase = phase_of(count, ST)
-    q = p.q_s.index(stage)
-    do = p.do_s.index(stage)
-    k = anew(p.k_s, count)
-    v = anew(p.v_s, count)
-
     # scores grow on top of the bias, which then has no registers and no additions of its own; products over many columns would
     # wait for each other
     ON_TOP: gl.constexpr = BIASED and not (p.SOFTCAP or p.WIDE)
+    zero = gl.zeros([p.BN, p.BM], gl.float32, s_l)
     bias = zero
     if ON_TOP:
-        bias = block_bias(p, turn, zero, member, i)
-    mbarrier.wait(p.q_full.index(stage), phase)
-    s_token = mma_over_columns(k, q, bias, p.D, ON_TOP)
+        bias = block_bias(p, turn, zero, b)
+    mbarrier.wait(p.q_full.index(b.stage), b.phase)
+    # 1: s^T = k q^T
+    s_token = mma_over_columns(b.k, b.q, bias, p.D, ON_TOP)
     # row values are read late where registers are short
     if p.OVERLAP:
-        lse = p.lse_s.index(stage).load(row_l)
+        lse = p.lse_s.index(b.stage).load(row_l)
     # both warpgroups have read ds of the block before
     barrier()
-    mbarrier.wait(p.do_full.index(stage), phase)
-    dp_token = mma_over_columns(v, do, zero, p.DV)
+    mbarrier.wait(p.do_full.index(b.stage), b.phase)
+    # 2: dp^T = v do^T
+    dp_token = mma_over_columns(b.v, b.do, zero, p.DV)
     s = warpgroup_mma_wait(PIECES, deps=[s_token])
     if not p.OVERLAP:
-        lse = p.lse_s.index(stage).load(row_l)
+        lse = p.lse_s.index(b.stage).load(row_l)
     if p.SOFTCAP:
         # its slope is needed later: the capped score stays in registers, p comes after dp
         pt = capped(s, p.cap)
     else:
         if BIASED and not ON_TOP:
-            s = s + block_bias(p, turn, zero, member, i)
-        pt = weights(p, turn, s, lse, i, MASK)
+            s = s + block_bias(p, turn, zero, b)
+        pt = block_weights(p, turn, s, lse, b, MASK)
+    delta = lse
     if p.OVERLAP:
         if not p.TAU:
-            delta = p.delta_s.index(stage).load(row_l)
+            delta = p.delta_s.index(b.stage).load(row_l)
         pt = end_block(pt)
         dp, pt = warpgroup_mma_wait(0, deps=[dp_token, pt])
     else:
         dp = warpgroup_mma_wait(0, deps=[dp_token])
     if not (p.TAU or p.OVERLAP):
-        delta = p.delta_s.index(stage).load(row_l)
+        delta = p.delta_s.index(b.stage).load(row_l)
     if p.SOFTCAP:
         s = pt
         if BIASED:
-            pt = s + block_bias(p, turn, zero, member, i)
-        pt = weights(p, turn, pt, lse, i, MASK)
-    if p.TAU and p.DBIAS and BIASED and BM == 128:
+            pt = s + block_bias(p, turn, zero, b)
+        pt = block_weights(p, turn, pt, lse, b, MASK)
+    return s, pt, dp, delta
+
+
+@gluon.jit
+def weights_and_ds(p, b, pt, dp, delta, limit, MASK: gl.constexpr, BIASED: gl.constexpr):
+    """Weights in 16 bits, and ds before the slope of a cap."""
+    s_l: gl.constexpr = pt.type.layout
+    if p.TAU and p.DBIAS and BIASED and p.BM == 128:
         # one half after the other: together with the sums of ds, all that belongs to them does not fit into registers
         pt_left, pt_right = halves(pt)
         dp_left, dp_right = halves(dp)
-        at_right, ds_right = elastic(p, pt_right, dp_right, stage, limit, BM // 2, MASK)
+        at_right, ds_right = elastic(p, pt_right, dp_right, b.stage, limit, p.BM // 2, MASK)
         ds_right = end_block(ds_right)
-        at_left, ds_left = elastic(p, pt_left, dp_left, stage, limit, 0, MASK)
+        at_left, ds_left = elastic(p, pt_left, dp_left, b.stage, limit, 0, MASK)
         at16 = whole(at_left, at_right, s_l)
         ds = whole(ds_left, ds_right, s_l)
     elif p.TAU:
-        at16, ds = elastic(p, pt, dp, stage, limit, 0, MASK)
+        at16, ds = elastic(p, pt, dp, b.stage, limit, 0, MASK)
     else:
-        at16 = pt.to(dtype)
-        ds = pt * (dp - gl.expand_dims(delta, 0))
+        at16 = pt.to(p.q_desc.dtype)
+        ds = gradient(pt, dp, delta, True)
+    return at16, ds
+
+
+@gluon.jit
+def operand(tile16, dk):
+    """A tile [keys, rows] as the register operand of a product like dk."""
+    return gl.convert_layout(
+        tile16, gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2), assert_trivial=True
+    )
+
+
+@gluon.jit
+def no_dq(p):
+    """A tile of dq that product 4 overwrites."""
+    BD: gl.constexpr = p.k_s.shape[1]
+    return gl.zeros([p.BM, BD], gl.float32, dq_fragments(p.BM, BD))
+
+
+@gluon.jit
+def grown(p, b, dk_token, dv_token):
+    """dk and dv, when products 3 and 5 are the last in flight; do and q are released."""
+    dv = warpgroup_mma_wait(1, deps=[dv_token])
+    bar_arrive(p.DO_EMPTY + b.stage, BOTH_GROUPS_AND_WARP)
+    dk = warpgroup_mma_wait(0, deps=[dk_token])
+    bar_arrive(Q_EMPTY + b.stage, BOTH_GROUPS_AND_WARP)
+    return dk, dv
+
+
+@gluon.jit
+def wide_products(p, turn, b, dk, dv, at16, ds16):
+    """Products 3 to 5 of wide heads: both operands in shared memory, dq added from registers."""
+    p.p_s.store(at16)
+    p.ds_s.store(ds16)
+    fence_async_shared()
+    dq_token = no_dq(p)
+    if not p.SPLIT:
+        # 4: dq += ds k
+        dq_token = warpgroup_mma(p.ds_s.permute((1, 0)), b.k, dq_token, use_acc=False, is_async=True)
+    # 3: dv += p^T do
+    dv_token = warpgroup_mma(p.p_s, b.do, dv, is_async=True)
+    # 5: dk += ds^T q
+    dk_token = warpgroup_mma(p.ds_s, b.q, dk, is_async=True)
+    if not p.SPLIT:
+        # no room for a tile in shared memory; the additions run under the matmuls of dv and dk
+        head = read_field(p, turn, BATCH, p.WARPS) * p.heads + read_field(p, turn, KV_HEAD, p.WARPS) * p.group + b.member
+        row = (head * p.row_tiles + read_field(p, turn, FIRST_TILE, p.WARPS) + b.i) * p.BM
+        add_fragments(p.acc_ptr, row, warpgroup_mma_wait(2, deps=[dq_token]))
+    return grown(p, b, dk_token, dv_token)
+
+
+@gluon.jit
+def products_without_dq(p, b, dk, dv, at16, ds16):
+    """Products 3 and 5: dq has a kernel of its own (SPLIT)."""
+    # 3: dv += p^T do
+    dv_token = warpgroup_mma(operand(at16, dk), b.do, dv, is_async=True)
+    # 5: dk += ds^T q
+    dk_token = warpgroup_mma(operand(ds16, dk), b.q, dk, is_async=True)
+    return grown(p, b, dk_token, dv_token)
+
+
+@gluon.jit
+def products(p, turn, count, b, dk, dv, at16, ds16):
+    """Products 3 to 5; the tile of dq leaves through shared memory."""
+    at16 = operand(at16, dk)
+    p.ds_s.store(ds16)
+    # 3: dv += p^T do
+    dv_token = warpgroup_mma(at16, b.do, dv, is_async=True)
+    fence_async_shared()
+    # 4: dq += ds k
+    dq_token = warpgroup_mma(p.ds_s.permute((1, 0)), b.k, no_dq(p), use_acc=False, is_async=True)
+    dv = warpgroup_mma_wait(1, deps=[dv_token])
+    bar_arrive(p.DO_EMPTY + b.stage, BOTH_GROUPS_AND_WARP)
+    # 5: dk += ds^T q
+    dk_token = warpgroup_mma(operand(ds16, dk), b.q, dk, is_async=True)
+    dq = warpgroup_mma_wait(1, deps=[dq_token])
+    mbarrier.wait(p.dq_empty.index(0), ((count + turn if p.EARLY else count) & 1) ^ 1)
+    p.dq_s.store(dq)
+    fence_async_shared()
+    bar_arrive(p.DQ_FULL, BOTH_GROUPS_AND_WARP)
+    dk = warpgroup_mma_wait(0, deps=[dk_token])
+    bar_arrive(Q_EMPTY + b.stage, BOTH_GROUPS_AND_WARP)
+    return dk, dv
+
+
+@gluon.jit
+def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.constexpr):
+    """One row block: its dq goes out, dk and dv grow."""
+    b = block_of(p, sums.count, member, i)
+    s, pt, dp, delta = weights_and_dp(p, turn, b, MASK, BIASED)
+    at16, ds = weights_and_ds(p, b, pt, dp, delta, limit, MASK, BIASED)
     if p.DBIAS and BIASED:
-        leave_diagonals(p, ds, sums.flushes, BOTH)
+        leave_diagonals(p, ds, sums.flushes)
     if p.SOFTCAP:
         ds = ds * cap_slope(s)
-    ds16 = ds.to(dtype)
+    ds16 = ds.to(p.q_desc.dtype)
     if p.WIDE:
-        p.p_s.store(at16)
-        p.ds_s.store(ds16)
-        fence_async_shared()
-        dq_token = gl.zeros([BM, BD], gl.float32, dq_l)
-        if not p.SPLIT:
-            dq_token = warpgroup_mma(p.ds_s.permute((1, 0)), k, dq_token, use_acc=False, is_async=True)
-        dv_token = warpgroup_mma(p.p_s, do, dv, is_async=True)
-        dk_token = warpgroup_mma(p.ds_s, q, dk, is_async=True)
-        if not p.SPLIT:
-            # no room for a tile in shared memory; the additions run under the matmuls of dv and dk
-            head = told(p, turn, BATCH, p.WARPS) * p.heads + told(p, turn, KV_HEAD, p.WARPS) * p.group + member
-            row = (head * p.row_tiles + told(p, turn, FIRST_TILE, p.WARPS) + i) * BM
-            add_fragments(p.acc_ptr, row, warpgroup_mma_wait(2, deps=[dq_token]))
-        dv = warpgroup_mma_wait(1, deps=[dv_token])
-        bar_arrive(p.DO_EMPTY + stage, BOTH)
-        dk = warpgroup_mma_wait(0, deps=[dk_token])
-        bar_arrive(Q_EMPTY + stage, BOTH)
+        dk, dv = wide_products(p, turn, b, sums.dk, sums.dv, at16, ds16)
     elif p.SPLIT:
-        dv_token = warpgroup_mma(gl.convert_layout(at16, a_l, assert_trivial=True), do, dv, is_async=True)
-        dk_token = warpgroup_mma(gl.convert_layout(ds16, a_l, assert_trivial=True), q, dk, is_async=True)
-        dv = warpgroup_mma_wait(1, deps=[dv_token])
-        bar_arrive(p.DO_EMPTY + stage, BOTH)
-        dk = warpgroup_mma_wait(0, deps=[dk_token])
-        bar_arrive(Q_EMPTY + stage, BOTH)
+        dk, dv = products_without_dq(p, b, sums.dk, sums.dv, at16, ds16)
     else:
-        at16 = gl.convert_layout(at16, a_l, assert_trivial=True)
-        p.ds_s.store(ds16)
-        dv_token = warpgroup_mma(at16, do, dv, is_async=True)
-        fence_async_shared()
-        dq_token = warpgroup_mma(p.ds_s.permute((1, 0)), k, gl.zeros([BM, BD], gl.float32, dq_l), use_acc=False, is_async=True)
-        dv = warpgroup_mma_wait(1, deps=[dv_token])
-        bar_arrive(p.DO_EMPTY + stage, BOTH)
-        dk_token = warpgroup_mma(gl.convert_layout(ds16, a_l, assert_trivial=True), q, dk, is_async=True)
-        dq = warpgroup_mma_wait(1, deps=[dq_token])
-        mbarrier.wait(p.dq_empty.index(0), ((count + turn if p.EARLY else count) & 1) ^ 1)
-        p.dq_s.store(dq)
-        fence_async_shared()
-        bar_arrive(p.DQ_FULL, BOTH)
-        dk = warpgroup_mma_wait(0, deps=[dk_token])
-        bar_arrive(Q_EMPTY + stage, BOTH)
+        dk, dv = products(p, turn, sums.count, b, sums.dk, sums.dv, at16, ds16)
     flushes = sums.flushes
     if p.DBIAS and BIASED:
         flushes += 1
-    return Sums(dk=dk, dv=dv, count=count + 1, flushes=flushes)
+    return Sums(dk=dk, dv=dv, count=sums.count + 1, flushes=flushes)
 
 
 @gluon.jit
@@ -262,7 +333,7 @@ def row_loop(
     BIASED: gl.constexpr = False,
 ):
     """Row blocks between two of the published borders."""
-    for i in range(told(p, turn, FIRST, p.WARPS), told(p, turn, LAST, p.WARPS)):
+    for i in range(read_field(p, turn, FIRST, p.WARPS), read_field(p, turn, LAST, p.WARPS)):
         sums = row_block(p, turn, sums, member, limit, i, MASK, BIASED)
     return sums
 
@@ -272,7 +343,7 @@ def row_loops(p, turn, sums, member):
     """All row blocks of one query head."""
     limit = 0.0
     if p.TAU:
-        limit = threshold(gl.load(p.tau_ptr + told(p, turn, KV_HEAD, p.WARPS) * p.group + member).to(gl.float32))
+        limit = threshold(gl.load(p.tau_ptr + read_field(p, turn, KV_HEAD, p.WARPS) * p.group + member).to(gl.float32))
     if p.WIDE:
         # few scores a thread: masking all of them costs less than a second loop
         EVERY: gl.constexpr = BOTH_ENDS if p.HAS_LEFT else FIRST_ROWS

@@ -15,12 +15,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from backlight.backends.hopper.barriers import FORWARD_EMPTY
 from backlight.backends.hopper.compat import smem_reinterpret
 from backlight.backends.hopper.forward.arguments import Buffers, Forward
 from backlight.backends.hopper.forward.consumer import plain_consumer
 from backlight.backends.hopper.forward.elastic import elastic_consumer
 from backlight.backends.hopper.forward.producer import producer
-from backlight.backends.hopper.forward.ring import FIRST_BARRIER, Ring
+from backlight.backends.hopper.forward.ring import Ring
 from backlight.backends.hopper.forward.tiles import SLOT
 from backlight.backends.hopper.primitives import WM, barriers
 
@@ -80,8 +81,8 @@ def _fwd_kernel(
     scale, gate_desc, u_desc, terms, n_bias, bias_origin, V: gl.constexpr,
 ):  # fmt: skip
     buffers, k_tiles, v_tiles = memory_of(q_desc.dtype, V)
-    k = Ring(k_tiles, barriers(V.ST, 1), FIRST_BARRIER, V.NC * 128 + 32)
-    v = Ring(v_tiles, barriers(V.ST, 1), FIRST_BARRIER + V.ST, V.NC * 128 + 32)
+    k = Ring(k_tiles, barriers(V.ST, 1), FORWARD_EMPTY, V.NC * 128 + 32)
+    v = Ring(v_tiles, barriers(V.ST, 1), FORWARD_EMPTY + V.ST, V.NC * 128 + 32)
     p = Forward(
         q_desc, k_desc, v_desc, o_desc, lse_ptr, packing, counter_ptr,
         dynamic, n_segments, n_tiles, row_tiles, together, heads, group, sq, sk, left, right,

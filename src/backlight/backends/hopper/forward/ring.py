@@ -4,13 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from backlight.backends.hopper.barriers import BOTH_GROUPS, FORWARD_EMPTY
 from backlight.backends.hopper.compat import arguments
 from backlight.backends.hopper.primitives import bar_arrive, bar_sync, phase_of, stage_of
-
-# the first named barrier: stages of K that are empty, then those of V, then turns of warpgroups (ping-pong)
-FIRST_BARRIER = gl.constexpr(8)
-# two warpgroups: one that hands its turn on and the next
-TURN_THREADS = gl.constexpr(256)
 
 
 @arguments
@@ -59,9 +55,9 @@ def skip_stage(ring, count):
 @gluon.jit
 def wait_turn(p, W: gl.constexpr):
     """Until it is this warpgroup's turn with its matmuls."""
-    bar_sync(FIRST_BARRIER + 2 * p.V.ST + W, TURN_THREADS)
+    bar_sync(FORWARD_EMPTY + 2 * p.V.ST + W, BOTH_GROUPS)
 
 
 @gluon.jit
 def hand_on_turn(p, W: gl.constexpr):
-    bar_arrive(FIRST_BARRIER + 2 * p.V.ST + (W + 1) % p.V.NC, TURN_THREADS)
+    bar_arrive(FORWARD_EMPTY + 2 * p.V.ST + (W + 1) % p.V.NC, BOTH_GROUPS)

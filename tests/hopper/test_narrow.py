@@ -15,11 +15,9 @@ import emulator
 from aot import SHARED_MEMORY, compiled
 from modules import mutant
 
-from backlight.backends.hopper.backward import dq_rows as dq
+from backlight.backends.hopper import scores
+from backlight.backends.hopper.backward import dq_convert, dq_rows, host, key_tiles, narrow, prepass
 from backlight.backends.hopper.backward import kernel as backward
-from backlight.backends.hopper.backward import key_tiles as keytiles
-from backlight.backends.hopper.backward import narrow as apart
-from backlight.backends.hopper.backward import prepass
 from backlight.backends.hopper.config import BackwardConfig, backward_config
 from backlight.backends.tiled import BACKEND as TILED
 from backlight.call import Call
@@ -28,7 +26,7 @@ from backlight.spec import AttentionSpec
 from cases import FP16, Case, Problem, case_id
 from gate import Verdict, judge
 
-CONFIG = BackwardConfig(128, 128, apart=True)
+CONFIG = BackwardConfig(128, 128, narrow=True)
 NEEDS = ("dq", "dk", "dv")
 TILES = (
     Case("full,300x500", b=1, sq=300, sk=500, d=64),
@@ -46,8 +44,8 @@ TILES = (
 def judged(problem: Problem, late: bool, config: BackwardConfig = CONFIG) -> Verdict:
     call = replace(problem.call, _segments=None)
     y, lse, _ = TILED.forward(call, False)
-    with override("hopper.backward", config), emulator.emulated(apart, backward, dq, prepass, late=late):
-        result = backward.backward(call, y, lse, None, problem.dy, problem.dlse, frozenset(NEEDS))
+    with override("hopper.backward", config), emulator.emulated(narrow, backward, dq_convert, dq_rows, prepass, late=late):
+        result = host.backward(call, y, lse, None, problem.dy, problem.dlse, frozenset(NEEDS))
     return judge(call, problem.dy, problem.dlse, result, names=NEEDS)
 
 
@@ -63,13 +61,13 @@ MUTANTS = {
     "dq left behind": ("                    tma.store_wait(0)\n", ""),
     "dk and dv left behind": ("        tma.store_wait(0)\n        mbarrier", "        mbarrier"),
     "ds of another block": ("    before = (count & 1) ^ 1\n", "    before = count & 1\n"),
-    "dq never full": ("    bar_arrive(DQ_FULL + W, ONE)\n    bar_arrive", "    bar_arrive"),
-    "q kept": ("bar_arrive(Q_EMPTY + stage, EVERYBODY)", "pass"),
+    "dq never full": ("    bar_arrive(NARROW_DQ_FULL + W, GROUP_AND_WARP)\n    bar_arrive", "    bar_arrive"),
+    "q kept": ("bar_arrive(NARROW_Q_EMPTY + stage, BOTH_GROUPS_AND_WARP)", "pass"),
     "k of the wrong tile": ("before=side)", "before=sums.before)"),
     "k and v released too soon": ("p.kv_empty.index((visits & 1) ^ 1)", "p.kv_empty.index(visits & 1)"),
     "dp in flight": ("dp = warpgroup_mma_wait(0, deps=[dp_token])", "dp = warpgroup_mma_wait(1, deps=[dp_token])"),
-    "first block": ("    bar_arrive(DS_FULL + W * 2 + 1, PAIR)\n", ""),
-    "mask": ("seen = fixed >= gl.expand_dims(first, 1) - thread", "seen = fixed > gl.expand_dims(first, 1) - thread"),
+    "first block": ("    bar_arrive(NARROW_DS_FULL + W * 2 + 1, BOTH_GROUPS)\n", ""),
+    "mask": ("return fixed >= gl.expand_dims(first, 1) - thread", "return fixed > gl.expand_dims(first, 1) - thread"),
     "ragged keys": ("    elif ragged:\n        plain_begin = end\n", "    elif ragged:\n"),
     "a tile twice": (".to(gl.int32) + p.dynamic", ".to(gl.int32)"),
     "never published": ("    mbarrier.arrive(p.tile_full.index(turn & 1), count=1)\n", ""),
@@ -80,10 +78,15 @@ MUTANTS = {
 def test_a_mutant_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(emulator, "PATIENCE", 0.5)
     old, new = MUTANTS[name]
-    module = apart if old in Path(apart.__file__).read_text() else keytiles
+    parts = (
+        (narrow, ("_bwd_narrow_kernel",), narrow),
+        (key_tiles, ("key_tile", "drawn", "publish"), narrow),
+        (scores, ("rows_from",), key_tiles),
+    )
+    ((module, names, user),) = [part for part in parts if old in Path(part[0].__file__).read_text()]
     broken = mutant(tmp_path, module, old, new)
-    for part in ("_bwd_apart_kernel",) if module is apart else ("key_tile", "seen_rows", "drawn", "publish"):
-        monkeypatch.setattr(apart, part, getattr(broken, part))
+    for part in names:
+        monkeypatch.setattr(user, part, getattr(broken, part))
     shape = {"sq": 500, "sk": 500} if name.startswith("k ") else {"sq": 500, "sk": 270}
     case = Case("broken", b=1, hq=2, hkv=2, **shape, d=16, causal="ragged" not in name, logit_shift=-120.0)
     try:
@@ -100,17 +103,17 @@ def test_when_it_is_used() -> None:
         return backward_config(Call(AttentionSpec(**terms), q, q, q, **given))
 
     assert config() == config(40) == CONFIG
-    assert not any(c.apart for c in (config(128), config(bias=True), config(tau=True)))
-    assert config(sink=True).apart
+    assert not any(c.narrow for c in (config(128), config(bias=True), config(tau=True)))
+    assert config(sink=True).narrow
 
 
 @pytest.mark.parametrize("mask", ["causal", *(pytest.param(mask, marks=pytest.mark.slow) for mask in ("full", "window"))])
 def test_compiled(mask: str) -> None:
     q, k = torch.zeros(1, 4, 512, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 512, 64, dtype=torch.bfloat16)
     call = Call(AttentionSpec(causal=mask != "full", window=(200, 0) if mask == "window" else (None, None)), q, k, k)
-    with compiled(apart, backward, dq, prepass) as reports:
-        backward.backward(call, q, torch.zeros(1, 4, 512), None, q, None, frozenset(NEEDS))
-    main = next(report for report in reports if report.kernel == "_bwd_apart_kernel")
+    with compiled(narrow, backward, dq_convert, dq_rows, prepass) as reports:
+        host.backward(call, q, torch.zeros(1, 4, 512), None, q, None, frozenset(NEEDS))
+    main = next(report for report in reports if report.kernel == "_bwd_narrow_kernel")
     assert not main.warnings, str(main)
     assert main.shared <= SHARED_MEMORY, str(main)
     # ptxas of Triton 3.6, which the kernels were timed with, and later ones

@@ -1,4 +1,4 @@
-"""Small kernels around the large ones: the bias table, and those that other backends need too."""
+"""Kernels beside the large ones: the padded bias table; first tiles of packed sequences and sums over heads, as elsewhere."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 import aot
 import emulator
 
-from backlight.backends.hopper import small
+from backlight.backends.hopper import side_kernels
 from backlight.backends.hopper.launch import Launch
 from backlight.backends.hopper.terms import TABLE_PAD, table_of, unit_of
 from backlight.call import Call
@@ -30,7 +30,7 @@ def packed(lengths: list[int], dtype: torch.dtype) -> Call:
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_first_tiles(lengths: list[int], block: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also over more sequences than a block of the kernel holds."""
-    monkeypatch.setattr(small, "BLOCK", 16)
+    monkeypatch.setattr(side_kernels, "BLOCK", 16)
     call = packed(lengths, dtype)
     with emulator.emulated():
         found = Launch(call).first_tiles(call.cu_seqlens_q, block)
@@ -63,7 +63,7 @@ def test_borders_are_put_in_order(rows: list[int], keys: list[int], monkeypatch:
 
 @pytest.mark.parametrize(("batch", "heads", "tiles"), [(1, 1, 1), (3, 2, 5), (2, 3, 40)])
 def test_head_sums(batch: int, heads: int, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small, "BLOCK", 16)
+    monkeypatch.setattr(side_kernels, "BLOCK", 16)
     q = torch.zeros(batch, heads, 8, 64, dtype=torch.float16)
     parts = torch.randint(-50, 50, (batch, heads, tiles)).float()
     with emulator.emulated():
@@ -88,7 +88,7 @@ def test_table(n: int, softcap: float | None) -> None:
 def test_compiled() -> None:
     """For every dtype that can come; with Triton's own types a mistake would show on a GPU only."""
     q = torch.zeros(2, 3, 8, 64, dtype=torch.float16)
-    with aot.compiled(small) as reports:
+    with aot.compiled(side_kernels) as reports:
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             call = Call(AttentionSpec(bias=True), q, q, q, bias=torch.zeros(3, 4, dtype=dtype))
             table_of(call)
