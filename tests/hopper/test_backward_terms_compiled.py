@@ -93,7 +93,8 @@ def test_ordered(d: int, dtype: torch.dtype) -> None:
     examine(reports, d, EVERY)
 
 
-@pytest.mark.parametrize("d", [pytest.param(64, marks=pytest.mark.slow), 128])
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [64, 128])
 def test_a_plain_kernel_holds_no_trace_of_terms(d: int) -> None:
     """No parameter, no memory and no load of a term; what a term adds is counted, so that the test sees what it looks for."""
 

@@ -85,6 +85,7 @@ def test_table(n: int, softcap: float | None) -> None:
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     """For every dtype that can come; with Triton's own types a mistake would show on a GPU only."""
     q = torch.zeros(2, 3, 8, 64, dtype=torch.float16)
