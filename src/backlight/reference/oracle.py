@@ -63,7 +63,7 @@ class Oracle:
     ) -> Trace:
         """Forward, and backward too when `dy` or `dlse` is given. `keep` names the quantities to return; None = all."""
         for term in call.spec.terms:
-            if not any(term in stage.reads for stage in self.stages.values()) or f"d{term}" not in self.stages:
+            if not any(term in stage.reads for stage in STAGES.values()) or f"d{term}" not in STAGES:
                 raise NotImplementedError(f"the oracle has no stages for {term}: its mathematics belongs in reference/trace.py")
         backward = dy is not None or dlse is not None
         names = [name for name in self.stages if name in FORWARD or (backward and name in BACKWARD)]
