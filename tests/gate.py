@@ -101,7 +101,9 @@ _measured: dict[tuple[object, ...], Yardsticks] = {}
 def _digest(x: Tensor | None) -> tuple[object, ...] | None:
     if x is None:
         return None
-    return tuple(x.shape), x.dtype, x.device, sha1(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).digest()
+    # memory of its own: a tensor of one element may keep a stride of 0, which `view` refuses
+    flat = torch.empty(x.numel(), dtype=x.dtype).copy_(x.detach().reshape(-1))
+    return tuple(x.shape), x.dtype, x.device, sha1(flat.view(torch.uint8).numpy().tobytes()).digest()
 
 
 def _copied(call: Call, dy: Tensor, dlse: Tensor | None) -> tuple[Call, Tensor, Tensor | None]:

@@ -24,10 +24,22 @@ PASSED = ("api.py", "sink, tau, gate,", "sink, tau, pull, gate,")
 DECLARED = (ROW, FLAG, FIELD, KEYWORDS, PASSED)
 
 
+def copied(folder: Path) -> Path:
+    shutil.copytree(ROOT / "src" / "backlight", folder / "backlight", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    shutil.copytree(ROOT / "src" / "backlight", tmp_path / "backlight", ignore=shutil.ignore_patterns("__pycache__"))
-    return tmp_path
+    return copied(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def declared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy in which the term is declared, and nobody takes it yet."""
+    package = copied(tmp_path_factory.mktemp("declared"))
+    edit(package, *DECLARED)
+    return package
 
 
 def edit(package: Path, *edits: tuple[str, str, str]) -> None:
@@ -51,6 +63,12 @@ def refused(package: Path, code: str) -> str:
     return run(package, code).strip().splitlines()[-1]
 
 
+def attempts(*calls: str) -> str:
+    """A script that makes each call and prints what it raises."""
+    lines = [f"try:\n    {call}\n    print('taken')\nexcept Exception as error:\n    print(error)\n" for call in calls]
+    return "".join(lines)
+
+
 def test_a_row_alone_does_not_import(package: Path) -> None:
     edit(package, ROW)
     assert "AttentionSpec needs a flag for every term" in run(package, "")
@@ -66,32 +84,33 @@ def test_a_shape_nobody_checks_does_not_import(package: Path) -> None:
     assert "no check for the shape of ['pull']" in run(package, "")
 
 
-def test_every_backend_refuses_what_it_does_not_declare(package: Path) -> None:
-    edit(package, *DECLARED)
-    found = run(package, "print(backlight.explain(q, q, q, pull=pull))")
+def test_every_backend_refuses_what_it_does_not_declare(declared: Path) -> None:
+    found = run(declared, "print(backlight.explain(q, q, q, pull=pull))")
     assert "tiled: does not take pull" in found
     code = "from backlight import registry; from backlight.api import call_of\ncall = call_of(q, q, q, pull=pull)\n"
     code += "for name in registry.names():\n    b = registry.get(name); type(b).available = lambda self: ()\n"
     code += "    print(name, registry.why_not(b, call))"
-    found = run(package, code)
+    found = run(declared, code)
     for name in ("hopper", "triton", "tiled"):
         assert f"{name} ('does not take pull',)" in found
-    for call in ("backlight.attention(q, q, q, pull=pull)", "backlight.statistics(q, q, q, pull=pull)"):
-        assert "tiled: does not take pull" in refused(package, call), call
-    packed = "x = q[0].transpose(0, 1)\nbacklight.attention_varlen(x, x, x, torch.tensor([0, 6]), pull=pull)"
-    assert "tiled: does not take pull" in refused(package, packed)
+    calls = "x = q[0].transpose(0, 1)\n" + attempts(
+        "backlight.attention(q, q, q, pull=pull)",
+        "backlight.statistics(q, q, q, pull=pull)",
+        "backlight.attention_varlen(x, x, x, torch.tensor([0, 6]), pull=pull)",
+    )
+    assert run(declared, calls).count("tiled: does not take pull") == 3
 
 
-def test_it_is_checked(package: Path) -> None:
-    edit(package, *DECLARED)
-    assert "pull must have shape (2,), one per query head" in refused(package, "backlight.attention(q, q, q, pull=randn(3))")
-    assert "pull must be a torch.Tensor, got float" in refused(package, "backlight.attention(q, q, q, pull=0.5)")
-    assert "floating-point dtype" in refused(package, "backlight.attention(q, q, q, pull=pull.long())")
+def test_it_is_checked(declared: Path) -> None:
+    wrong = ("randn(3)", "0.5", "pull.long()")
+    found = run(declared, attempts(*(f"backlight.attention(q, q, q, pull={value})" for value in wrong)))
+    assert "pull must have shape (2,), one per query head" in found
+    assert "pull must be a torch.Tensor, got float" in found
+    assert "pull must have a floating-point dtype" in found
 
 
-def test_it_crosses_operators_and_is_told_apart(package: Path) -> None:
+def test_it_crosses_operators_and_is_told_apart(declared: Path) -> None:
     """In the operators, the key of remembered launches, the tensors of a replay, and under vmap."""
-    edit(package, *DECLARED)
     code = """
 from backlight import batching, operators, spec
 from backlight.api import call_of
@@ -107,35 +126,33 @@ assert batching.HEADS["pull"] == 0
 assert call.gradients == ("dq", "dk", "dv", "dpull")
 print("all taken")
 """
-    assert run(package, code).strip() == "all taken"
+    assert run(declared, code).strip() == "all taken"
 
 
-def test_the_oracle_refuses_it(package: Path) -> None:
-    edit(package, *DECLARED)
+def test_the_oracle_refuses_it(declared: Path) -> None:
     code = "from backlight.api import call_of\nfrom backlight.reference import oracle\noracle(call_of(q, q, q, pull=pull))"
-    assert "the oracle has no stages for pull" in refused(package, code)
+    assert "the oracle has no stages for pull" in refused(declared, code)
 
 
-def test_context_parallel_refuses_it(package: Path) -> None:
-    edit(package, *DECLARED)
-    code = "from backlight.distributed import simulated_attention as run\nrun(q, q, q, pull=pull, strategy={!r})"
-    assert "strategy must be all_to_all for a call with pull" in refused(package, code.format("ring"))
-    assert "tiled: does not take pull" in refused(package, code.format("all_to_all"))
-    code = "from backlight.distributed.handshake import FIELDS\nprint([f.name for f in FIELDS if f.name == 'pull'])"
-    assert "['pull']" in run(package, code)
+def test_context_parallel_refuses_it(declared: Path) -> None:
+    calls = [f"simulated_attention(q, q, q, pull=pull, strategy={name!r})" for name in ("ring", "all_to_all")]
+    code = "from backlight.distributed import simulated_attention\n" + attempts(*calls)
+    code += "from backlight.distributed.handshake import FIELDS\nprint([f.name for f in FIELDS if f.name == 'pull'])"
+    found = run(declared, code)
+    assert "strategy must be all_to_all for a call with pull" in found
+    assert "tiled: does not take pull" in found
+    assert "['pull']" in found
 
 
-def test_the_doctor_refuses_it(package: Path) -> None:
+def test_the_doctor_refuses_it(declared: Path) -> None:
     """Nobody told it how such a term is drawn, and a kernel must not be judged without it."""
-    edit(package, *DECLARED)
     code = "from backlight.doctor import diagnose\ndiagnose(backlight.attention, backlight.AttentionSpec(pull=True))"
-    assert "nothing is known about how to draw pull" in refused(package, code)
+    assert "nothing is known about how to draw pull" in refused(declared, code)
 
 
-def test_peers_and_contenders_refuse_it(package: Path) -> None:
-    edit(package, *DECLARED)
+def test_peers_and_contenders_refuse_it(declared: Path) -> None:
     code = "from backlight.peers.features import features_of\nfeatures_of('flex', {'pull': pull}, ('causal',))"
-    assert "flex has no pull" in refused(package, code)
+    assert "flex has no pull" in refused(declared, code)
     code = """
 from types import SimpleNamespace
 from backlight.bench.contender import cannot
@@ -143,7 +160,7 @@ from backlight.bench.contenders.eager import ABLE
 case = SimpleNamespace(spec=backlight.AttentionSpec(pull=True), varlen=False, window=(None, None), softcap=None)
 print(cannot("eager", SimpleNamespace(case=case), ABLE))
 """
-    assert run(package, code).strip() == "eager cannot express pull"
+    assert run(declared, code).strip() == "eager cannot express pull"
 
 
 def test_the_page_names_few_files() -> None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from backlight.call import Call
 from backlight.reference import GRADIENTS, OUTPUTS, STAGES, Oracle, Trace, eager, flashlike, oracle
 from backlight.reference.trace import Stage
+from backlight.spec import AttentionSpec
 from cases import BF16, BY_NAME, FP32, NUMERICS, SINGLES, TAU, TOGETHER, Case, Problem, case_id, compose
 from gate import judge, measure
 
@@ -238,3 +240,18 @@ def test_verdict_reads_as_a_table() -> None:
     assert text.startswith("dk: rho_A ")
     assert "gain 2.00" in text
     assert isinstance(eager(problem.call), Trace)
+
+
+def test_yardsticks_are_kept_by_value() -> None:
+    """The same problem is measured once; another value, or the same tensor changed, is another problem. Strides may be 0."""
+    one = torch.zeros(1, 1, 1, 1).expand(1, 1, 1, 1).as_strided((1, 1, 1, 1), (0, 0, 0, 0))
+    call = Call(AttentionSpec(), one, one, one)
+    first = measure(call, one)
+    assert measure(Call(AttentionSpec(), one.clone(), one.clone(), one.clone()), one) is first
+    other = torch.ones(1, 1, 1, 1)
+    changed = Call(AttentionSpec(), one, one, other)
+    second = measure(changed, one)
+    assert second is not first
+    other.fill_(2.0)
+    assert measure(changed, one) is not second
+    assert float(second.call.v) == 1.0

@@ -55,7 +55,7 @@ def compiled_like(model: nn.Module, forward: Callable[[Callable[..., Any]], Tens
     assert_same(found)
 
 
-@pytest.mark.parametrize("mask", ["none", "ones", "left", "right"])
+@pytest.mark.parametrize("mask", ["none", "left", *(pytest.param(mask, marks=pytest.mark.slow) for mask in ("ones", "right"))])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_compiled_without_a_cache(name: str, mask: str) -> None:
     """Without a cache transformers looks for packed sequences, a window is a closure, a mask is data: each broke the graph."""
