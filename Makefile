@@ -21,7 +21,7 @@ TOOLS := $(VENV)/.backlight-tools
 INSTALL = $(BIN)/python -m pip install --quiet $(PIP_FLAGS) $(addprefix -c ,$(CONSTRAINTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install test slow demo lint format resolve matrix clean
+.PHONY: help install test later slow demo lint format resolve matrix clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-9s %s\n", $$1, $$2 }'
@@ -44,9 +44,13 @@ $(TOOLS): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 
 install: $(TOOLS)  ## create the environment and install backlight into it
 
-test: lint  ## ruff, mypy, the Triton kernels in the interpreter, then every test but the slow ones
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" $(PARALLEL) tests/interpreted
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" $(PARALLEL) $(ARGS)
+test: lint  ## ruff, mypy, the Triton kernels in the interpreter, then every test but the long ones
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not later" $(PARALLEL) tests/interpreted
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not later" $(PARALLEL) $(ARGS)
+
+later: $(TOOLS)  ## the tests that are too long for `make test`: whole programs, models and compilations
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "later and not slow" $(PARALLEL) tests/interpreted
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "later and not slow" $(PARALLEL) $(ARGS)
 
 slow: $(TOOLS)  ## the tests that `make test` leaves out: long compilations, every mutant of the doctor
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow $(PARALLEL) $(ARGS)

@@ -11,6 +11,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch.utils._python_dispatch import _disable_current_modes
 
+from later import LATER
+
 ALLOCATORS = (
     (torch, "empty"),
     (torch, "empty_like"),
@@ -77,6 +79,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(LATER):
+            item.add_marker(pytest.mark.later)
     if torch.cuda.is_available():
         return
     for item in items:
