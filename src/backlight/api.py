@@ -175,10 +175,11 @@ def _attend(
     """Both public calls: directly where nothing looks at them, through operators or a context elsewhere."""
     if return_lse is not True and return_lse is not False:
         raise _no_flag("return_lse", return_lse)
-    if backend is not None:
-        check_backend(backend)
     if context is not None or blocks:
         context = innermost(context)
+    # a context checks it itself, so that the other ranks hear of it
+    if backend is not None and context is None:
+        check_backend(backend)
     if context is None and direct.unobserved(tensors):
         if packed:
             y, lse = _attend_packed(tensors, options, return_lse, backend)

@@ -237,3 +237,20 @@ def test_what_is_compared_when(check: str, steps: str) -> None:
         return "".join(step[0] if step.startswith("b") else "f" for step in counted)
 
     assert simulate(2, work) == [steps, steps]
+
+
+def test_a_backend_that_one_rank_misspells_is_told_to_the_others() -> None:
+    """They wait for its call: it must not raise before they have heard of it."""
+    q = torch.randn(1, 2, 8, 4)
+
+    def work(rank: Simulated) -> str:
+        context = ContextParallel(rank, strategy="ring")
+        try:
+            backlight.attention(q, q, q, context=context, backend="tield" if rank.rank == 0 else None)
+        except ValueError as error:
+            return str(error)
+        return "ran"
+
+    mine, other = simulate(2, work, timeout=20.0)
+    assert mine.startswith("backend must be one of")
+    assert other == "context parallel: rank 0 refused the call; see the message there"

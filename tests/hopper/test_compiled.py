@@ -22,7 +22,7 @@ from backlight.call import Call
 from backlight.spec import AttentionSpec
 
 # Triton 3.6: 8 bytes in a loop for both ends of a window and 4 in packed calls at D = 64, 8 outside the loops at D = 16, no
-# others in the backward; Triton 3.9: counters and addresses that do not change in the loops (docs/hopper.md)
+# others in the backward; Triton 3.9: counters and addresses that do not change in the loops (docs/experiments.md)
 ALLOWED_SPILLS = {
     ("_bwd_narrow_kernel", 64): 40,
     ("_bwd_kernel", 128): 8,
@@ -130,7 +130,7 @@ def examine(variant: Variant) -> None:
             share = 32 if variant.packed and variant.width == 128 else 64
             assert hidden_exponentials(report.sass) >= share - 4, f"{report}: {hidden_exponentials(report.sass)} of {share}"
         if report.kernel == "_bwd_kernel" and variant.d == 128:
-            # overlap; narrower heads are faster without it (docs/hopper.md)
+            # overlap; narrower heads are faster without it (docs/experiments.md)
             assert hidden_exponentials(report.sass) >= 30, f"{report}: {hidden_exponentials(report.sass)} of 32"
 
 

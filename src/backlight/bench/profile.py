@@ -26,7 +26,7 @@ from backlight.bench.workload import Tensors, Workload
 from backlight.cases import DTYPE_NAMES
 
 PHASES = ("forward", "backward")
-MATMULS = {"_fwd_kernel": 2, "_dq_kernel": 3, "_dkdv_kernel": 4, "_bwd_kernel": 5}
+MATMULS = {"_fwd_kernel": 2, "_dq_kernel": 3, "_dkdv_kernel": 4, "_bwd_kernel": 5, "_bwd_narrow_kernel": 5}
 REPEATS = 5
 # smaller parts are summed under one name
 LEAST_SHARE = 0.01
