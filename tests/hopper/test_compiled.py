@@ -22,7 +22,7 @@ from backlight.call import Call
 from backlight.spec import AttentionSpec
 
 # Triton 3.6: 8 bytes in a loop for both ends of a window and 4 in packed calls at D = 64, 8 outside the loops at D = 16, no
-# others in the backward; Triton 3.9: counters and addresses that do not change in the loops (docs/experiments.md)
+# others in the backward; Triton 3.9: counters and addresses that do not change in the loops, docs/experiments.md
 ALLOWED_SPILLS = {
     ("_bwd_narrow_kernel", 64): 40,
     ("_bwd_kernel", 128): 8,

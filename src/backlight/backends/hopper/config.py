@@ -1,6 +1,6 @@
 """Tile sizes of the Hopper kernels: pure functions of the head dimensions, the mask, and whether sequences are short.
 
-Widths are powers of two (TMA fills the columns beyond D with zeros). `docs/experiments.md` has the measurements behind the choices.
+Widths are powers of two (TMA fills the columns beyond D with zeros). `docs/experiments.md` has the measurements behind them.
 """
 
 from __future__ import annotations
