@@ -208,6 +208,11 @@ class Launch:
         return self.heads, self.call.group, self.sq, self.sk, spec.left or 0, spec.right or 0
 
     @property
+    def widths(self) -> dict[str, int]:
+        """Head dimensions, and as wide as tiles are."""
+        return {"D": self.d, "DV": self.dv, "BD": self.bd, "BDV": self.bdv}
+
+    @property
     def flags(self) -> dict[str, bool]:
         spec = self.call.spec
         return {"HAS_LEFT": spec.left is not None, "HAS_RIGHT": spec.right is not None, "VARLEN": self.call.varlen}
