@@ -12,7 +12,7 @@ import emulator
 
 from backlight.backends.hopper import side_kernels
 from backlight.backends.hopper.launch import Launch
-from backlight.backends.hopper.terms import TABLE_PAD, table_of, unit_of
+from backlight.backends.hopper.terms import TABLE_PAD, unit_of
 from backlight.call import Call
 from backlight.spec import AttentionSpec
 
@@ -67,7 +67,7 @@ def test_head_sums(batch: int, heads: int, tiles: int, monkeypatch: pytest.Monke
     q = torch.zeros(batch, heads, 8, 64, dtype=torch.float16)
     parts = torch.randint(-50, 50, (batch, heads, tiles)).float()
     with emulator.emulated():
-        found = Launch(Call(AttentionSpec(), q, q, q)).head_sums(parts.flatten(), tiles, torch.float16, "dsink")
+        found = Launch(Call(AttentionSpec(), q, q, q)).head_sums(parts, torch.float16, "dsink")
     assert torch.equal(found, parts.sum(dim=(0, 2)).half())
 
 
@@ -79,7 +79,7 @@ def test_table(n: int, softcap: float | None) -> None:
     for bias in (torch.randn(3, n), torch.randn(n, 3).half().T, torch.randn(1, n).expand(3, n)):
         call = Call(AttentionSpec(bias=True, softcap=softcap), q, q, q, bias=bias)
         with emulator.emulated():
-            found = table_of(call)
+            found = Launch(call).table
         wanted = torch.nn.functional.pad(bias.float() / unit_of(call), (TABLE_PAD.value,) * 2)
         assert found is not None
         assert torch.equal(found, wanted)
@@ -92,8 +92,8 @@ def test_compiled() -> None:
     with aot.compiled(side_kernels) as reports:
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             call = Call(AttentionSpec(bias=True), q, q, q, bias=torch.zeros(3, 4, dtype=dtype))
-            table_of(call)
-            Launch(call).head_sums(torch.zeros(6), 1, dtype, "dsink")
+            assert Launch(call).table is not None
+            Launch(call).head_sums(torch.zeros(1, 6, 1), dtype, "dsink")
         for dtype in (torch.int32, torch.int64):
             call = packed([5, 3], dtype)
             Launch(call).first_tiles(call.cu_seqlens_q, 64)

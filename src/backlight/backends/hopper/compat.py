@@ -61,8 +61,11 @@ def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Any = None, _semantic: An
 
 
 def arguments(cls: type) -> Any:
-    """Class decorator: what partitions share, one field per annotation, built by position or by name inside a kernel."""
-    fields = dict(cls.__annotations__)
+    """Class decorator: what partitions share, one field per annotation, built by position or by name inside a kernel.
+
+    Fields of base classes come first.
+    """
+    fields = {name: kind for base in reversed(cls.__mro__[:-1]) for name, kind in base.__annotations__.items()}
 
     def __init__(self: Any, *values: Any, _semantic: Any = None, **named: Any) -> None:
         given = dict(zip(fields, values, strict=False)) | named
@@ -79,7 +82,8 @@ def arguments(cls: type) -> Any:
             setattr(self, name, value)
 
     __init__.__triton_builtin__ = True  # type: ignore[attr-defined]
-    cls.__init__ = __init__  # type: ignore[misc]
-    value = aggregate(cls)
+    # Triton lets aggregates inherit from aggregates only
+    members = {"__annotations__": fields, "__doc__": cls.__doc__, "__module__": cls.__module__, "__init__": __init__}
+    value = aggregate(type(cls.__name__, (), members))
     value.field_names = tuple(fields)
     return value

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +18,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from backlight.backends.hopper import side_kernels
 from backlight.backends.hopper.compiled import start
 from backlight.backends.hopper.config import padded
-from backlight.backends.replaying.program import check_borders, launched
+from backlight.backends.hopper.terms import TABLE_PAD, unit_of
+from backlight.backends.replaying.preparing import Preparing
+from backlight.backends.replaying.program import launched
 from backlight.backends.replaying.replay import Replay, fields_of, tensors_among, unchecked
 from backlight.call import Call, Memory, layout_of
 from backlight.config import overridden
@@ -144,20 +146,20 @@ def knowledge(layout: tuple[Any, ...]) -> dict[Hashable, Any]:
     return remembered
 
 
-class Launch:
+class Launch(Preparing):
     """A call with what its kernels need to know.
 
     `others`: further tensors whose layout decides something (y, dy, dlse); `choices`: what else does.
     """
 
+    small = side_kernels
+
     def __init__(self, call: Call, *others: Tensor | None, choices: Hashable = None):
-        self.call = call
+        super().__init__(call)
         self.known = knowledge((call.layout, choices, *[None if x is None else layout_of(x) for x in others]))
-        check_borders(call)
         self.batch, self.heads, self.sq, self.d = call.q.shape
         self.kv_heads, self.sk, self.dv = call.k.shape[1], call.k.shape[2], call.v.shape[3]
         self.bd, self.bdv = padded(self.d), padded(self.dv)
-        self._borders: dict[int, Tensor] = {}
 
     def once(self, name: Hashable, decide: Callable[[], Value]) -> Value:
         """`decide()`, remembered for every call of the same layout: it may look at no value of a tensor."""
@@ -181,6 +183,12 @@ class Launch:
         else:
             replay(present)
         launched(replay, present)
+
+    def start_small(self, kernel: Any, programs: int, args: Sequence[Any], which: str) -> None:
+        def describe() -> dict[str, Any]:
+            return {"grid": (programs,), "args": args, "constants": {"BLOCK": side_kernels.BLOCK}, "num_warps": 4}
+
+        self.start(kernel, tensors_among(args), describe, which)
 
     def _first(self, kernel: Any, present: Sequence[Tensor], describe: Callable[[], dict[str, Any]]) -> Replay | None:
         arguments = describe()
@@ -208,7 +216,7 @@ class Launch:
         return self.heads, self.call.group, self.sq, self.sk, spec.left or 0, spec.right or 0
 
     @property
-    def widths(self) -> dict[str, int]:
+    def widths(self) -> dict[str, Any]:
         """Head dimensions, and as wide as tiles are."""
         return {"D": self.d, "DV": self.dv, "BD": self.bd, "BDV": self.bdv}
 
@@ -217,57 +225,36 @@ class Launch:
         spec = self.call.spec
         return {"HAS_LEFT": spec.left is not None, "HAS_RIGHT": spec.right is not None, "VARLEN": self.call.varlen}
 
-    def tiles(self, length: int, cu_seqlens: Tensor | None, block: int) -> int:
-        """Tiles of one head; for packed sequences an upper bound that needs no value of cu_seqlens."""
-        return -(-length // block) if cu_seqlens is None else length // block + cu_seqlens.shape[0] - 1
-
     def row_tiles(self, block: int) -> int:
         return self.tiles(self.sq, self.call.cu_seqlens_q, block)
 
     def key_tiles(self, block: int) -> int:
         return self.tiles(self.sk, self.call.cu_seqlens_k, block)
 
-    def packing(self, cu_seqlens: Tensor | None, block: int) -> tuple[Any, ...]:
-        """cu_seqlens_q, cu_seqlens_k, first tile of each sequence, number of sequences."""
-        if cu_seqlens is None:
-            return self.call.q, self.call.q, self.call.q, 0
-        first = self.first_tiles(cu_seqlens, block)
-        cu_q, cu_k = (self.borders(cu, block) for cu in (self.call.cu_seqlens_q, self.call.cu_seqlens_k))
-        return cu_q, cu_k, first, cu_seqlens.shape[0] - 1
+    @cached_property
+    def tau(self) -> Tensor | None:
+        return None if self.call.tau is None else self.call.tau.contiguous()
 
-    def borders(self, cu_seqlens: Tensor | None, block: int) -> Tensor:
-        """cu_seqlens as kernels follow them (`_first_tiles_kernel`); they come with the first tiles, of whatever block."""
-        assert cu_seqlens is not None
-        if id(cu_seqlens) not in self._borders:
-            self.first_tiles(cu_seqlens, block)
-        return self._borders[id(cu_seqlens)]
+    @cached_property
+    def sink(self) -> Tensor | None:
+        return None if self.call.sink is None else self.call.sink.contiguous()
 
-    def first_tiles(self, cu_seqlens: Tensor, block: int) -> Tensor:
-        """Tiles of one head before each packed sequence, and in all: [Z + 1] int32."""
-        first = torch.empty(cu_seqlens.shape, dtype=torch.int32, device=cu_seqlens.device)
-        borders = self._borders.get(id(cu_seqlens))
-        if borders is None:
-            borders = self._borders[id(cu_seqlens)] = torch.empty_like(first)
-        side = "keys" if cu_seqlens is self.call.cu_seqlens_k else "rows"
+    @cached_property
+    def table(self) -> Tensor | None:
+        """The bias in units of scores, zeros around it: [Hq, n + 2 * TABLE_PAD] fp32."""
+        bias, pad, block = self.call.bias, TABLE_PAD.value, side_kernels.BLOCK
+        if bias is None:
+            return None
+        heads, n = bias.shape
+        table = torch.empty(heads, n + 2 * pad, dtype=torch.float32, device=bias.device)
 
         def describe() -> dict[str, Any]:
-            length = self.sk if side == "keys" else self.sq
-            args = [cu_seqlens, first, borders, length, cu_seqlens.shape[0] - 1, block]
-            return {"grid": (1,), "args": args, "constants": {"BLOCK": side_kernels.BLOCK}, "num_warps": 4}
+            args = [bias, table, n, *bias.stride(), unit_of(self.call)]
+            grid = (-(-table.shape[1] // block), heads)
+            return {"grid": grid, "args": args, "constants": {"PAD": pad, "BLOCK": block}, "num_warps": 4}
 
-        self.start(side_kernels._first_tiles_kernel, (cu_seqlens, first, borders), describe, f"{side} {block}")
-        return first
-
-    def head_sums(self, parts: Tensor, tiles: int, dtype: torch.dtype, which: str) -> Tensor:
-        """[Hq] sums of parts [B, Hq, tiles]."""
-        out = torch.empty(self.heads, dtype=dtype, device=parts.device)
-
-        def describe() -> dict[str, Any]:
-            args = [parts, out, self.batch, self.heads, tiles]
-            return {"grid": (self.heads,), "args": args, "constants": {"BLOCK": side_kernels.BLOCK}, "num_warps": 4}
-
-        self.start(side_kernels._head_sums_kernel, (parts, out), describe, which)
-        return out
+        self.start(side_kernels._table_kernel, (bias, table), describe)
+        return table
 
 
 @lru_cache(maxsize=16)

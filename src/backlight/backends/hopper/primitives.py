@@ -269,14 +269,10 @@ def phase_of(count, ST: gl.constexpr):
 
 
 @gluon.jit
-def bar_sync(number, THREADS: gl.constexpr):
-    """Named hardware barrier: wait until THREADS threads have come, these included.
-
-    Unlike an mbarrier's arrive, `bar_arrive` needs no barrier of the whole partition in front of it: each warp comes by itself.
-    Numbers: `barriers.py`.
-    """
+def named_barrier(CODE: gl.constexpr, number, THREADS: gl.constexpr):
+    """An instruction at a named hardware barrier of THREADS threads. Numbers: `barriers.py`."""
     gl.inline_asm_elementwise(
-        f"bar.sync $1, {THREADS}; mov.b32 $0, $1;",
+        f"{CODE} $1, {THREADS}; mov.b32 $0, $1;",
         "=r,r,~{memory}",
         [gl.to_tensor(number)],
         dtype=gl.int32,
@@ -286,16 +282,18 @@ def bar_sync(number, THREADS: gl.constexpr):
 
 
 @gluon.jit
+def bar_sync(number, THREADS: gl.constexpr):
+    """Wait at a named barrier until THREADS threads have come, these included.
+
+    Unlike an mbarrier's arrive, `bar_arrive` needs no barrier of the whole partition in front of it: each warp comes by itself.
+    """
+    named_barrier("bar.sync", number, THREADS)
+
+
+@gluon.jit
 def bar_arrive(number, THREADS: gl.constexpr):
     """Come to a named barrier without waiting."""
-    gl.inline_asm_elementwise(
-        f"bar.arrive $1, {THREADS}; mov.b32 $0, $1;",
-        "=r,r,~{memory}",
-        [gl.to_tensor(number)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    named_barrier("bar.arrive", number, THREADS)
 
 
 @gluon.constexpr_function

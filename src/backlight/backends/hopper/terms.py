@@ -8,15 +8,10 @@ costs more than its own arithmetic and tiles without them are those of the plain
 from __future__ import annotations
 
 import struct
-from typing import Any
 
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from backlight.backends.hopper import side_kernels
-from backlight.backends.hopper.launch import Launch
 from backlight.backends.hopper.primitives import per_thread
 from backlight.call import Call
 
@@ -36,23 +31,6 @@ def unit_of(call: Call) -> float:
 def cap_factor(call: Call) -> float | None:
     """Raw product to argument of tanh (eq. 5)."""
     return None if call.spec.softcap is None else call.scale / call.spec.softcap
-
-
-def table_of(call: Call) -> Tensor | None:
-    """The bias in units of scores, zeros around it: [Hq, n + 2 * TABLE_PAD] fp32."""
-    bias = call.bias
-    if bias is None:
-        return None
-    pad, (heads, n) = TABLE_PAD.value, bias.shape
-    table = torch.empty(heads, n + 2 * pad, dtype=torch.float32, device=bias.device)
-
-    def describe() -> dict[str, Any]:
-        args = [bias, table, n, *bias.stride(), unit_of(call)]
-        constants = {"PAD": pad, "BLOCK": side_kernels.BLOCK}
-        return {"grid": (-(-table.shape[1] // side_kernels.BLOCK), heads), "args": args, "constants": constants, "num_warps": 4}
-
-    Launch(call, choices="table").start(side_kernels._table_kernel, (bias, table), describe)
-    return table
 
 
 # --- softcap -----------------------------------------------------------------------------------------------------------------

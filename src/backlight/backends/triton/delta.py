@@ -142,7 +142,7 @@ def prepare_rows(
             enable_fp_fusion=True,
         )
     if call.tau is not None:
-        out["dtau"] = launch.head_sums(dtau, call.tau.dtype)
+        out["dtau"] = launch.head_sums(dtau, call.tau.dtype, "dtau")
     if call.sink is not None:
-        out["dsink"] = launch.head_sums(dsink, call.sink.dtype)
+        out["dsink"] = launch.head_sums(dsink, call.sink.dtype, "dsink")
     return rows

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.delta import RowState
-from backlight.backends.triton.launch import Launch, rows_of
+from backlight.backends.triton.launch import Launch
 from backlight.backends.triton.loads import at, key_tile, load_vector, own_tile, row_state, store_tile
 from backlight.backends.triton.primitives import key_span, logits_of, row_block, surviving, tile_gradient, tile_weights
 
@@ -51,26 +51,7 @@ def _dq_kernel(
 
 def dq_of(launch: Launch, rows: RowState) -> Tensor:
     call = launch.call
-    config = launch.config("dq")
-    grid = launch.row_grid(config.block_m)
     dq = torch.empty_like(call.q, dtype=call.output_dtype)
-    if grid[0] and grid[1]:
-        tma, descriptors = launch.descriptors(config, config.block_n, launch.k, launch.v)
-        launch.start(
-            _dq_kernel,
-            grid,
-            *(rows_of(x) for x in (launch.q, launch.k, launch.v)),
-            *descriptors,
-            *(rows_of(x) for x in (rows.do, dq)),
-            rows.minus_lse2,
-            rows.delta,
-            rows.share,
-            launch.table,
-            float(call.scale),
-            rows.pitch16,
-            *launch.shared(call.cu_seqlens_q, config.block_m),
-            V=launch.variant,
-            TMA=tma,
-            **config.launch,
-        )
+    values = (rows.minus_lse2, rows.delta, rows.share, launch.table, float(call.scale), rows.pitch16)
+    launch.start_rows(_dq_kernel, "dq", (rows.do, dq), values)
     return dq

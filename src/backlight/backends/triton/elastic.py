@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from backlight.backends.triton.band import add_bias, head_table, table_entry
-from backlight.backends.triton.launch import Launch, rows_of
+from backlight.backends.triton.launch import Launch
 from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
 from backlight.backends.triton.primitives import LOG2E, key_span, logits_of, positive, row_block, tile_weights, visible_count
 
@@ -60,23 +60,5 @@ def _elastic_kernel(
 
 def elastic_of(launch: Launch, lse: Tensor, y: Tensor, u: Tensor | None) -> None:
     """Fills y and, where it is wanted, u."""
-    call = launch.call
-    config = launch.config("elastic")
-    grid = launch.row_grid(config.block_m)
-    if grid[0] and grid[1]:
-        tma, descriptors = launch.descriptors(config, config.block_n, launch.k, launch.v)
-        launch.start(
-            _elastic_kernel,
-            grid,
-            *(rows_of(x) for x in (launch.q, launch.k, launch.v)),
-            *descriptors,
-            *(rows_of(x) for x in (launch.gate, y, y if u is None else u)),
-            lse,
-            launch.table,
-            launch.tau,
-            *launch.shared(call.cu_seqlens_q, config.block_m),
-            V=launch.variant,
-            SAVE_U=u is not None,
-            TMA=tma,
-            **config.launch,
-        )
+    rows = (launch.gate, y, y if u is None else u)
+    launch.start_rows(_elastic_kernel, "elastic", rows, (lse, launch.table, launch.tau), SAVE_U=u is not None)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.elastic import elastic_of
-from backlight.backends.triton.launch import Launch, compact, rows_of
+from backlight.backends.triton.launch import Launch, compact
 from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
 from backlight.backends.triton.primitives import LN2, LOG2E, key_span, logits_of, row_block, visible
 from backlight.call import Call
@@ -125,23 +125,5 @@ def softmax_of(launch: Launch, y: Tensor, lse: Tensor) -> None:
     """Fills lse, and y where tau does not ask for a second sweep."""
     call = launch.call
     lse_only = call.tau is not None
-    config = launch.config("lse" if lse_only else "forward")
-    grid = launch.row_grid(config.block_m)
-    if grid[0] and grid[1]:
-        tma, descriptors = launch.descriptors(config, config.block_n, launch.k, launch.v)
-        launch.start(
-            _fwd_kernel,
-            grid,
-            *(rows_of(x) for x in (launch.q, launch.k, launch.v)),
-            *descriptors,
-            *(rows_of(x) for x in (launch.gate, y)),
-            lse,
-            launch.table,
-            launch.sink,
-            *launch.shared(call.cu_seqlens_q, config.block_m),
-            V=launch.variant,
-            LSE_ONLY=lse_only,
-            BOUNDED=bounded(call),
-            TMA=tma,
-            **config.launch,
-        )
+    name, values = "lse" if lse_only else "forward", (lse, launch.table, launch.sink)
+    launch.start_rows(_fwd_kernel, name, (launch.gate, y), values, LSE_ONLY=lse_only, BOUNDED=bounded(call))

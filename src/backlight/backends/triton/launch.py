@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from backlight.backends.replaying.program import check_borders, start
+from backlight.backends.replaying.preparing import Preparing
+from backlight.backends.replaying.program import start
 from backlight.backends.triton import small
 from backlight.backends.triton.config import KernelConfig, config_of, padded
 from backlight.backends.triton.primitives import Geometry, Packing, Rows, Variant
@@ -38,20 +40,34 @@ def describable(tensor: Tensor) -> bool:
     return aligned and tensor.numel() > 0 and hopper(tensor)
 
 
-class Launch:
+class Launch(Preparing):
+    small = small
+
     def __init__(self, call: Call):
-        self.call = call
-        check_borders(call)
+        super().__init__(call)
         self.q, self.k, self.v = (self.readable(x) for x in (call.q, call.k, call.v))
         # absent tensors still need a pointer; what is compiled in never reads it
         self.gate = self.q if call.gate is None else self.readable(call.gate)
         self.sink, self.tau = (self.q if x is None else compact(x) for x in (call.sink, call.tau))
-        self._first_tiles: dict[tuple[int, int], Tensor] = {}
-        self._borders: dict[int, Tensor] = {}
 
     def start(self, kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
         """`kernel[grid](*args, **named)`: a launch that can be made again (docs/host.md)."""
         start(kernel, grid, args, named)
+
+    def start_small(self, kernel: Any, programs: int, args: Sequence[Any], which: str = "") -> None:
+        self.start(kernel, (programs,), *args, BLOCK=small.BLOCK, num_warps=4, enable_fp_fusion=True)
+
+    def start_rows(self, kernel: Any, name: str, tensors: Sequence[Tensor], values: Sequence[Any], **named: Any) -> None:
+        """A kernel whose programs own rows and read K and V: `tensors` have rows, `values` are what it takes besides."""
+        config = self.config(name)
+        grid = self.row_grid(config.block_m)
+        if grid[0] and grid[1]:
+            tma, descriptors = self.descriptors(config, config.block_n, self.k, self.v)
+            own = (rows_of(x) for x in (self.q, self.k, self.v))
+            others = (rows_of(x) for x in tensors)
+            shared = self.shared(self.call.cu_seqlens_q, config.block_m)
+            named |= {"V": self.variant, "TMA": tma, **config.launch}
+            self.start(kernel, grid, *own, *descriptors, *others, *values, *shared, **named)
 
     @property
     def elastic_part(self) -> Part | None:
@@ -145,10 +161,6 @@ class Launch:
         batch, heads, sk, _ = self.call.k.shape
         return self.tiles(sk, self.call.cu_seqlens_k, block), batch * heads
 
-    def tiles(self, length: int, cu_seqlens: Tensor | None, block: int) -> int:
-        # packed: an upper bound that needs no value of cu_seqlens; programs beyond the last tile return at once
-        return -(-length // block) if cu_seqlens is None else length // block + cu_seqlens.shape[0] - 1
-
     def shared(self, cu_seqlens: Tensor | None, block: int) -> tuple[Any, ...]:
         """packing by tiles of `block` along `cu_seqlens`, geometry, sq, sk, number of segments."""
         call = self.call
@@ -156,40 +168,8 @@ class Launch:
         lengths = (self.geometry, call.q.shape[2], call.k.shape[2])
         if cu_seqlens is None:
             return (Packing(self.q, self.q, self.q, n), *lengths, 0)
-        assert call.cu_seqlens_q is not None
-        assert call.cu_seqlens_k is not None
-        first = self.first_tiles(cu_seqlens, block)
-        cu_q, cu_k = (self.borders(cu, block) for cu in (call.cu_seqlens_q, call.cu_seqlens_k))
-        return (Packing(cu_q, cu_k, first, n), *lengths, cu_seqlens.shape[0] - 1)
-
-    def first_tiles(self, cu_seqlens: Tensor, block: int) -> Tensor:
-        """Tiles of one head before each packed sequence, and in all: [Z + 1] int32."""
-        key = (id(cu_seqlens), block)
-        if key not in self._first_tiles:
-            first = torch.empty(cu_seqlens.shape, dtype=torch.int32, device=cu_seqlens.device)
-            borders = self._borders.get(id(cu_seqlens))
-            if borders is None:
-                borders = self._borders[id(cu_seqlens)] = torch.empty_like(first)
-            length = (self.call.q if cu_seqlens is self.call.cu_seqlens_q else self.call.k).shape[2]
-            args = (cu_seqlens, first, borders, length, cu_seqlens.shape[0] - 1, block)
-            self.start(small._first_tiles_kernel, (1,), *args, BLOCK=small.BLOCK, num_warps=4, enable_fp_fusion=True)
-            self._first_tiles[key] = first
-        return self._first_tiles[key]
-
-    def borders(self, cu_seqlens: Tensor, block: int) -> Tensor:
-        """cu_seqlens as kernels follow them (`_first_tiles_kernel`); they come with the first tiles, of whatever block."""
-        if id(cu_seqlens) not in self._borders:
-            self.first_tiles(cu_seqlens, block)
-        return self._borders[id(cu_seqlens)]
-
-    def head_sums(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
-        """[Hq] sums of parts [B, Hq, tiles]."""
-        batch, heads, tiles = parts.shape
-        out = torch.empty(heads, dtype=dtype, device=parts.device)
-        if heads:
-            args = (parts, out, batch, heads, tiles)
-            self.start(small._head_sums_kernel, (heads,), *args, BLOCK=small.BLOCK, num_warps=4, enable_fp_fusion=True)
-        return out
+        cu_q, cu_k, first, n_segments = self.packing(cu_seqlens, block)
+        return (Packing(cu_q, cu_k, first, n), *lengths, n_segments)
 
     def readable(self, tensor: Tensor) -> Tensor:
         """[B,H,S,D], copied where the last dimension is not contiguous: kernels read all other strides in place."""
@@ -201,8 +181,3 @@ class Launch:
         args = (rows_of(tensor), tensor.stride(-1), copied, heads, rows, columns)
         self.start(small._copy_kernel, grid, *args, BLOCK=small.BLOCK, num_warps=4, enable_fp_fusion=True)
         return copied
-
-    def empty_rows(self, width: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialised [B,Hq,Sq,width] in the dimension order of q's strides."""
-        q = self.call.q
-        return torch.empty_like(q, dtype=dtype) if width == q.shape[-1] else q.new_empty(*q.shape[:3], width, dtype=dtype)

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from backlight.backends.hopper.arguments import Sizes
 from backlight.backends.hopper.compat import Maybe, arguments
-from backlight.backends.hopper.terms import cap_factor, table_of, unit_of
+from backlight.backends.hopper.terms import cap_factor, unit_of
 from backlight.call import Call
 from backlight.spec import LOG2E
 
@@ -18,15 +19,6 @@ NUMBERS = [
     *("dynamic", "counter", "n_segments", "n_tiles", "key_tiles", "row_tiles", "together"),
     *("heads", "group", "sq", "sk", "left", "right"),
 ]
-
-
-class Packing(NamedTuple):
-    """Packed sequences: borders of rows and of keys, the kernel's first tile of each, its first block in padded vectors."""
-
-    cu_q_ptr: Any
-    cu_k_ptr: Any
-    cu_tiles_ptr: Any
-    cu_row_tiles_ptr: Any
 
 
 class RowState(NamedTuple):
@@ -50,10 +42,6 @@ class Units(NamedTuple):
     scale: Any
     scale_log2: Any
     cap: Any
-
-
-def terms_of(call: Call) -> Terms:
-    return Terms(table_of(call), None if call.tau is None else call.tau.contiguous())
 
 
 def units_of(call: Call) -> Units:
@@ -103,8 +91,8 @@ class Variant(NamedTuple):
 
 
 @arguments
-class Backward:
-    """What the partitions of a main kernel share: the kernel's arguments in their order, then shared memory.
+class Backward(Sizes):
+    """What the partitions of a main kernel share: sizes, the kernel's other arguments in their order, shared memory.
 
     buffers: of either kernel (kernel.py, narrow/kernel.py); Q_EMPTY, DO_EMPTY: the first named barriers of its rings.
     """
@@ -131,12 +119,6 @@ class Backward:
     key_tiles: gl.tensor
     row_tiles: gl.tensor
     together: gl.tensor
-    heads: gl.tensor
-    group: gl.tensor
-    sq: gl.tensor
-    sk: gl.tensor
-    left: gl.tensor
-    right: gl.tensor
     units: Maybe
     n_bias: Maybe
     origin: Maybe

@@ -18,7 +18,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from backlight.backends.hopper.backward.arguments import Packing, table_numbers, terms_of, units_of
+from backlight.backends.hopper.arguments import Packing, Sizes
+from backlight.backends.hopper.backward.arguments import Terms, table_numbers, units_of
 from backlight.backends.hopper.backward.dbias import CELLS, GROUPS, parts_of
 from backlight.backends.hopper.backward.prepass import Rows
 from backlight.backends.hopper.compat import Maybe, arguments, warpgroup_mma_wait
@@ -63,8 +64,8 @@ class Variant(NamedTuple):
 
 
 @arguments
-class Ordered:
-    """The kernel's arguments in their order."""
+class Ordered(Sizes):
+    """Sizes, and the kernel's other arguments in their order."""
 
     q_desc: tma.tensor_descriptor
     do_desc: tma.tensor_descriptor
@@ -75,12 +76,6 @@ class Ordered:
     partial_ptr: gl.tensor
     packing: Maybe
     padded_rows: gl.tensor
-    heads: gl.tensor
-    group: gl.tensor
-    sq: gl.tensor
-    sk: gl.tensor
-    left: gl.tensor
-    right: gl.tensor
     units: Maybe
     n_bias: gl.tensor
     origin: gl.tensor
@@ -223,8 +218,8 @@ def _dbias_ordered_kernel(
     padded_rows, heads, group, sq, sk, left, right, units, n_bias, origin, V: gl.constexpr,
 ):  # fmt: skip
     p = Ordered(
-        q_desc, do_desc, k_desc, v_desc, rows, terms, partial_ptr, packing,
-        padded_rows, heads, group, sq, sk, left, right, units, n_bias, origin, V,
+        heads, group, sq, sk, left, right, q_desc, do_desc, k_desc, v_desc, rows, terms, partial_ptr, packing,
+        padded_rows, units, n_bias, origin, V,
     )  # fmt: skip
     ST: gl.constexpr = V.ST
     t = offset_of(p)
@@ -294,8 +289,8 @@ def ordered_dbias(launch: Launch, rows: Rows) -> Tensor:
     offsets = (n + 189) // 64 + 1
     partial = torch.empty(segments, launch.heads, offsets, TILE_CELLS.value, dtype=torch.float32, device=call.q.device)
     out = torch.empty(launch.heads, n, dtype=call.bias.dtype, device=call.q.device)
-    cu_q, cu_k, _, _ = launch.packing(call.cu_seqlens_q, 128)
-    packing, terms, diagonals = Packing(cu_q, cu_k, None, rows.first_tiles), terms_of(call), Out(out, cu_q, cu_k)
+    packing, terms = Packing(rows.cu_q, rows.cu_k, None, rows.first_tiles), Terms(launch.table, launch.tau)
+    diagonals = Out(out, rows.cu_q, rows.cu_k)
 
     def describe_tiles() -> dict[str, Any]:
         args = [

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from backlight.backends.hopper.backward.arguments import Packing
+from backlight.backends.hopper.arguments import Packing
 from backlight.backends.hopper.backward.prepass import Rows
 from backlight.backends.hopper.compat import smem_reinterpret, tma_load
 from backlight.backends.hopper.launch import Launch

@@ -13,7 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from backlight.backends.hopper.backward.arguments import Packing, table_numbers, terms_of, units_of
+from backlight.backends.hopper.arguments import Packing, Sizes
+from backlight.backends.hopper.backward.arguments import Terms, table_numbers, units_of
 from backlight.backends.hopper.backward.prepass import Rows
 from backlight.backends.hopper.barriers import BOTH_GROUPS_AND_WARP, ROWS_K_EMPTY, ROWS_V_EMPTY
 from backlight.backends.hopper.compat import Maybe, arguments, warpgroup_mma_wait
@@ -59,8 +60,8 @@ class Variant(NamedTuple):
 
 
 @arguments
-class RowOwner:
-    """The kernel's arguments in their order."""
+class RowOwner(Sizes):
+    """Sizes, and the kernel's other arguments in their order."""
 
     q_desc: tma.tensor_descriptor
     do_desc: tma.tensor_descriptor
@@ -72,12 +73,6 @@ class RowOwner:
     packing: Maybe
     n_segments: gl.tensor
     padded_rows: gl.tensor
-    heads: gl.tensor
-    group: gl.tensor
-    sq: gl.tensor
-    sk: gl.tensor
-    left: gl.tensor
-    right: gl.tensor
     units: Maybe
     n_bias: Maybe
     origin: Maybe
@@ -293,8 +288,8 @@ def _dq_kernel(
     n_segments, padded_rows, heads, group, sq, sk, left, right, units, n_bias, origin, V: gl.constexpr,
 ):  # fmt: skip
     p = RowOwner(
-        q_desc, do_desc, k_desc, v_desc, dq_desc, rows, terms, packing,
-        n_segments, padded_rows, heads, group, sq, sk, left, right, units, n_bias, origin, V,
+        heads, group, sq, sk, left, right, q_desc, do_desc, k_desc, v_desc, dq_desc, rows, terms, packing,
+        n_segments, padded_rows, units, n_bias, origin, V,
     )  # fmt: skip
     tile = gl.program_id(0)
     if V.HAS_RIGHT and not V.VARLEN:
@@ -318,7 +313,7 @@ def split_dq(launch: Launch, rows: Rows, dq: Tensor) -> None:
     call, block = launch.call, BM.value
     config = launch.once("dq", lambda: dq_config(call))
     cu_q, cu_k, first_tiles, n_segments = launch.packing(call.cu_seqlens_q, block)
-    packing, terms = Packing(cu_q, cu_k, first_tiles, rows.first_tiles), terms_of(call)
+    packing, terms = Packing(cu_q, cu_k, first_tiles, rows.first_tiles), Terms(launch.table, launch.tau)
 
     def describe() -> dict[str, Any]:
         args = [

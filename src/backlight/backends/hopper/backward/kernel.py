@@ -130,9 +130,9 @@ def _bwd_kernel(
 ):  # fmt: skip
     buffers = memory_of(q_desc, lse_desc, V)
     p = Backward(
-        q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, lse_desc, delta_desc,
+        heads, group, sq, sk, left, right, q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, lse_desc, delta_desc,
         acc_desc, acc_ptr, share_desc, diagonals_desc, terms, packing, counter_ptr,
-        dynamic, counter, n_segments, n_tiles, key_tiles, row_tiles, together, heads, group, sq, sk, left, right,
+        dynamic, counter, n_segments, n_tiles, key_tiles, row_tiles, together,
         units, n_bias, origin, V, buffers, Q_EMPTY, do_empty(V.ST),
     )  # fmt: skip
     fence_async_shared()

@@ -156,23 +156,22 @@ def published(p, turn, WARPS: gl.constexpr):
 @gluon.jit
 def published_tile(p, turn):
     """All that is published, for a partition of one warp; the others read what they need when they need it."""
+    b = read_field(p, turn, BATCH, 1)
+    kv_head = read_field(p, turn, KV_HEAD, 1)
+    q_start = p.sq * 0
+    k_start = read_field(p, turn, K_START, 1)
+    sq = read_field(p, turn, SQ, 1)
+    sk = read_field(p, turn, SK, 1)
+    j0 = read_field(p, turn, J0, 1)
+    first_tile = read_field(p, turn, FIRST_TILE, 1)
+    begin, careful_end = read_field(p, turn, BEGIN, 1), read_field(p, turn, CAREFUL_END, 1)
+    plain_begin, band_begin = read_field(p, turn, PLAIN_BEGIN, 1), read_field(p, turn, BAND_BEGIN, 1)
+    band_end, plain_end = read_field(p, turn, BAND_END, 1), read_field(p, turn, PLAIN_END, 1)
+    end = read_field(p, turn, END, 1)
     return KeyTile(
-        b=read_field(p, turn, BATCH, 1),
-        kv_head=read_field(p, turn, KV_HEAD, 1),
-        q_start=p.sq * 0,
-        k_start=read_field(p, turn, K_START, 1),
-        sq=read_field(p, turn, SQ, 1),
-        sk=read_field(p, turn, SK, 1),
-        j0=read_field(p, turn, J0, 1),
-        first_tile=read_field(p, turn, FIRST_TILE, 1),
-        begin=read_field(p, turn, BEGIN, 1),
-        careful_end=read_field(p, turn, CAREFUL_END, 1),
-        plain_begin=read_field(p, turn, PLAIN_BEGIN, 1),
-        band_begin=read_field(p, turn, BAND_BEGIN, 1),
-        band_end=read_field(p, turn, BAND_END, 1),
-        plain_end=read_field(p, turn, PLAIN_END, 1),
-        end=read_field(p, turn, END, 1),
-    )
+        b, kv_head, q_start, k_start, sq, sk, j0, first_tile,
+        begin, careful_end, plain_begin, band_begin, band_end, plain_end, end,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -220,22 +219,9 @@ def key_tile(p, number):
         band_begin = clamp(band_begin, plain_begin, plain_end)
         band_end = clamp(band_end, band_begin, plain_end)
     return KeyTile(
-        b=head // kv_heads,
-        kv_head=head % kv_heads,
-        q_start=q_start,
-        k_start=k_start,
-        sq=sq,
-        sk=sk,
-        j0=j0,
-        first_tile=first_tile,
-        begin=begin,
-        careful_end=careful_end,
-        plain_begin=plain_begin,
-        band_begin=band_begin,
-        band_end=band_end,
-        plain_end=plain_end,
-        end=end,
-    )
+        head // kv_heads, head % kv_heads, q_start, k_start, sq, sk, j0, first_tile,
+        begin, careful_end, plain_begin, band_begin, band_end, plain_end, end,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -297,6 +283,16 @@ def load_rows(p, t, member, i, count):
     tma_load(p.delta_desc, [row], do_full, p.buffers.delta.index(stage))
     if p.V.TAU:
         tma_load(p.share_desc, [row], do_full, p.buffers.share.index(stage))
+
+
+@gluon.jit
+def load_row_blocks(p, t, count):
+    """All row blocks that see a tile, for every query head of its group; how many there were so far."""
+    for member in range(p.group):
+        for i in range(t.begin, t.end):
+            load_rows(p, t, member, i, count)
+            count += 1
+    return count
 
 
 @gluon.jit

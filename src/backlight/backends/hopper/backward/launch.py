@@ -4,7 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from backlight.backends.hopper.backward.arguments import Packing, Variant, table_numbers, terms_of, units_of
+from backlight.backends.hopper.arguments import Packing
+from backlight.backends.hopper.backward.arguments import Terms, Variant, table_numbers, units_of
 from backlight.backends.hopper.backward.dbias import Diagonals
 from backlight.backends.hopper.backward.kernel import _bwd_kernel
 from backlight.backends.hopper.backward.narrow.kernel import ROWS, STAGES, _bwd_narrow_kernel
@@ -70,7 +71,7 @@ def main_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, diagonals: Di
     call, config, share = launch.call, rows.config, rows.share
     cu_q, cu_k, cu_tiles, n_segments = launch.packing(call.cu_seqlens_k, config.block_n)
     packing = Packing(cu_q, cu_k, cu_tiles, rows.first_tiles)
-    terms = terms_of(call)
+    terms = Terms(launch.table, launch.tau)
     acc = None if config.wide and split else rows.accumulator
 
     def describe() -> dict[str, Any]:

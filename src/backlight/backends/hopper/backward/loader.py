@@ -8,7 +8,7 @@ from backlight.backends.hopper.backward.key_tiles import (
     drawn,
     key_tile,
     load_keys,
-    load_rows,
+    load_row_blocks,
     meet_arrivals,
     publish,
     publish_end,
@@ -38,10 +38,7 @@ def loader(p):
         t = key_tile(p, number)
         publish(p, turn, number, turn, t)
         load_k_and_v(p, t, turn)
-        for member in range(p.group):
-            for i in range(t.begin, t.end):
-                load_rows(p, t, member, i, count)
-                count += 1
+        count = load_row_blocks(p, t, count)
         turn += 1
         number = drawn(p)
         going = number < p.n_tiles

@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from backlight.backends.hopper.backward.arguments import Packing, RowState
+from backlight.backends.hopper.arguments import Packing
+from backlight.backends.hopper.backward.arguments import RowState
 from backlight.backends.hopper.config import BackwardConfig
 from backlight.backends.hopper.launch import Launch, descriptor, matrix_fields, readable, tma_reads, vector_fields
 from backlight.spec import LOG2E
@@ -254,7 +255,7 @@ def prepass(
     heads = launch.batch * launch.heads
     length = heads * tiles * config.block_m
 
-    def vector(size: int, wanted: bool = True) -> Any:
+    def vector(size: int | tuple[int, ...], wanted: bool = True) -> Any:
         return torch.empty(size, dtype=torch.float32, device=y.device) if wanted else None
 
     # 64 more: the kernel that owns rows takes them 128 at a time
@@ -266,12 +267,12 @@ def prepass(
     gate = readable(call.gate) if call.gate is not None else None
     dgate = torch.empty_like(gate) if gate is not None and "dgate" in needs else None
     u = readable(u) if u is not None else None
-    sink, tau = (None if x is None else x.contiguous() for x in (call.sink, call.tau))
-    share, dtau, dsink = vector(length + 64, has_tau), vector(heads * tiles, has_tau), vector(heads * tiles, has_sink)
+    parts = (launch.batch, launch.heads, tiles)
+    share, dtau, dsink = vector(length + 64, has_tau), vector(parts, has_tau), vector(parts, has_sink)
     rows = Rows(config, do, lse2, delta, share, acc, tiles, cu_q, cu_k, first_tiles, n_segments)
     last = lse if dlse is None else dlse
 
-    packing, terms = Packing(cu_q, None, None, first_tiles), RowTerms(sink, dsink, tau, dtau, share, u)
+    packing, terms = Packing(cu_q, None, None, first_tiles), RowTerms(launch.sink, dsink, launch.tau, dtau, share, u)
     cu_k = cu_k if has_tau else None
 
     def describe() -> dict[str, Any]:
@@ -311,7 +312,7 @@ def prepass(
     if dgate is not None:
         out["dgate"] = dgate
     if call.sink is not None and "dsink" in needs:
-        out["dsink"] = launch.head_sums(dsink, tiles, call.sink.dtype, "dsink")
+        out["dsink"] = launch.head_sums(dsink, call.sink.dtype, "dsink")
     if call.tau is not None and "dtau" in needs:
-        out["dtau"] = launch.head_sums(dtau, tiles, call.tau.dtype, "dtau")
+        out["dtau"] = launch.head_sums(dtau, call.tau.dtype, "dtau")
     return rows

@@ -8,16 +8,9 @@ from typing import Any, NamedTuple
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from backlight.backends.hopper.arguments import Sizes
 from backlight.backends.hopper.compat import Maybe, arguments
 from backlight.backends.hopper.forward.ring import Ring
-
-
-class Packing(NamedTuple):
-    """Packed sequences: borders of rows and of keys, and the first tile of each sequence."""
-
-    cu_q_ptr: Any
-    cu_k_ptr: Any
-    cu_tiles_ptr: Any
 
 
 class Scale(NamedTuple):
@@ -95,8 +88,8 @@ class Buffers:
 
 
 @arguments
-class Forward:
-    """What the partitions share: the kernel's arguments in their order, then shared memory."""
+class Forward(Sizes):
+    """What the partitions share: sizes, the kernel's other arguments in their order, shared memory."""
 
     q_desc: tma.tensor_descriptor
     k_desc: tma.tensor_descriptor
@@ -110,12 +103,6 @@ class Forward:
     n_tiles: gl.tensor
     row_tiles: gl.tensor
     together: gl.tensor
-    heads: gl.tensor
-    group: gl.tensor
-    sq: gl.tensor
-    sk: gl.tensor
-    left: gl.tensor
-    right: gl.tensor
     scale: Maybe
     gate_desc: Maybe
     u_desc: Maybe

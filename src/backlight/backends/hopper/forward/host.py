@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backlight.backends.hopper.arguments import Packing
 from backlight.backends.hopper.config import (
     ForwardConfig,
     elastic_config,
@@ -14,11 +15,11 @@ from backlight.backends.hopper.config import (
     heads_together,
     share_q_and_o,
 )
-from backlight.backends.hopper.forward.arguments import Packing, Scale, Terms, Variant
+from backlight.backends.hopper.forward.arguments import Scale, Terms, Variant
 from backlight.backends.hopper.forward.kernel import _fwd_kernel
 from backlight.backends.hopper.launch import Launch, multiprocessors, readable
 from backlight.backends.hopper.primitives import LN2
-from backlight.backends.hopper.terms import cap_factor, single, table_of
+from backlight.backends.hopper.terms import cap_factor, single
 from backlight.call import Call
 from backlight.spec import LOG2E
 
@@ -84,7 +85,7 @@ def variant_of(launch: Launch, schedule: Schedule, save_u: bool) -> Variant:
 def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """(y, lse, u) of a call that `why_not` accepts; u (eq. 12) with tau only, and only when asked for."""
     launch = Launch(call, choices=save_u)
-    y = torch.empty_like(call.q) if launch.dv == launch.d else call.q.new_empty(*call.q.shape[:3], launch.dv)
+    y = launch.empty_rows(launch.dv, call.q.dtype)
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
     u = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) if save_u and call.tau is not None else None
     if y.numel() == 0 or launch.sk == 0:
@@ -94,8 +95,7 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
     cu_q, cu_k, first_tiles, n_segments = launch.packing(call.cu_seqlens_q, schedule.config.block_m)
     counter = launch.counter(schedule.dynamic)
     gate = None if call.gate is None else readable(call.gate)
-    table = table_of(call)
-    sink, tau = (None if term is None else term.contiguous() for term in (call.sink, call.tau))
+    learned = launch.table, launch.sink, launch.tau
 
     def describe() -> dict[str, Any]:
         config, cap = schedule.config, call.spec.softcap
@@ -115,7 +115,7 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
             *launch.geometry,
             scale_of(call),
             *(None if x is None else launch.rows(x, 64, launch.bdv) for x in (gate, u)),
-            Terms(table, sink, tau, cap_factor(call), None if cap is None else cap * LOG2E),
+            Terms(*learned, cap_factor(call), None if cap is None else cap * LOG2E),
             None if call.bias is None else call.bias.shape[1],
             None if call.bias is None else call.spec.bias_origin,
         ]
@@ -123,6 +123,6 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
         maxnreg = 168 if config.consumers == 2 else 128
         return {"grid": (schedule.programs,), "args": args, "constants": constants, "num_warps": 4, "maxnreg": maxnreg}
 
-    tensors = (call.q, call.k, call.v, y, lse, cu_q, cu_k, first_tiles, counter, gate, u, table, sink, tau)
+    tensors = (call.q, call.k, call.v, y, lse, cu_q, cu_k, first_tiles, counter, gate, u, *learned)
     launch.start(_fwd_kernel, tensors, describe)
     return y, lse, u

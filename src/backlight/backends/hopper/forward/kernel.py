@@ -77,8 +77,8 @@ def _fwd_kernel(
     k = Ring(k_tiles, barriers(V.ST, 1), FORWARD_EMPTY, V.NC * 128 + 32)
     v = Ring(v_tiles, barriers(V.ST, 1), FORWARD_EMPTY + V.ST, V.NC * 128 + 32)
     p = Forward(
-        q_desc, k_desc, v_desc, o_desc, lse_ptr, packing, counter_ptr,
-        dynamic, n_segments, n_tiles, row_tiles, together, heads, group, sq, sk, left, right,
+        heads, group, sq, sk, left, right, q_desc, k_desc, v_desc, o_desc, lse_ptr, packing, counter_ptr,
+        dynamic, n_segments, n_tiles, row_tiles, together,
         scale, gate_desc, u_desc, terms, n_bias, bias_origin, V, buffers, k, v,
     )  # fmt: skip
     fence_async_shared()

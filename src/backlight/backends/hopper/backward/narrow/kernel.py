@@ -80,9 +80,9 @@ def _bwd_narrow_kernel(
 ):  # fmt: skip
     buffers = memory_of(q_desc, lse_desc, V)
     p = Backward(
-        q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, lse_desc, delta_desc,
+        heads, group, sq, sk, left, right, q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, lse_desc, delta_desc,
         acc_desc, None, None, None, None, packing, counter_ptr,
-        dynamic, counter, n_segments, n_tiles, key_tiles, row_tiles, together, heads, group, sq, sk, left, right,
+        dynamic, counter, n_segments, n_tiles, key_tiles, row_tiles, together,
         units, None, None, V, buffers, NARROW_Q_EMPTY, NARROW_DO_EMPTY,
     )  # fmt: skip
     fence_async_shared()
