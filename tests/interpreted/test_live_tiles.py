@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from backlight.backends.intervals.kernels import END, FIRST, GEOMETRY, KINDS
+from backlight.backends.intervals.kernels import END, FIRST, GEOMETRY, HOLE, KINDS
 from backlight.backends.intervals.tiles import LiveTiles, Tiling, live_tiles
 from backlight.spec import AttentionSpec
 
@@ -73,9 +73,9 @@ def told(tiles: LiveTiles, m: int, owner: int, pair: tuple[int, int], of_rows: b
 @pytest.mark.parametrize("of_rows", [True, False])
 @pytest.mark.parametrize("pos", [False, True])
 @pytest.mark.parametrize("intervals", [1, 2])
-@pytest.mark.parametrize("masks", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("masks", [(2, 2)])
 @pytest.mark.parametrize("spec", [AttentionSpec(), AttentionSpec(causal=True), AttentionSpec(window=(20, 9))])
-@pytest.mark.parametrize("lengths", [[(70, 70)], [(33, 65)], [(65, 40), (0, 20), (17, 0), (31, 50)]])
+@pytest.mark.parametrize("lengths", [[(33, 65)], [(65, 40), (0, 20), (17, 0), (31, 50)]])
 def test_every_visible_pair_is_visited(
     lengths: list[tuple[int, int]], spec: AttentionSpec, masks: tuple[int, int], intervals: int, pos: bool, of_rows: bool
 ) -> None:
@@ -109,14 +109,15 @@ def test_every_visible_pair_is_visited(
                 for other, kind in told(tiles, m, (r0 if of_rows else t0) + owner, (row_tiles, key_tiles), of_rows):
                     row, key = (owner, other) if of_rows else (other, owner)
                     i, j = slice(row * BM, (row + 1) * BM), slice(key * BN, (key + 1) * BN)
-                    first, end = folded[m, t0 + key].unbind(1)
-                    at = position[i, None, None]
-                    pairs = torch.ones(at.shape[0], intervals, BN, dtype=torch.bool)
+                    first, end, *hole = folded[m, t0 + key].flatten(0, 1)
+                    at = position[i, None]
+                    seen = torch.ones(at.shape[0], BN, dtype=torch.bool)
                     if kind & FIRST.value:
-                        pairs &= at >= first
+                        seen &= at >= first
                     if kind & END.value:
-                        pairs &= at < end
-                    seen = pairs.any(1)
+                        seen &= at < end
+                    if kind & HOLE.value:
+                        seen &= (at < hole[0]) | (at >= hole[1])
                     if kind & GEOMETRY.value:
                         seen = seen[:, : own[i, j].shape[1]] & spec.allowed(own_sq, own_sk)[i, j]
                     assert not seen[:, own[i, j].shape[1] :].any(), "a key that does not exist"

@@ -182,6 +182,12 @@ class Launch:
             replay(present)
         launched(replay, present)
 
+    def start_small(self, kernel: Any, grid: tuple[int, ...], args: list[Any], constants: dict[str, Any], which: str) -> None:
+        """One launch of a kernel in front of the large ones."""
+        self.start(
+            kernel, tensors_among(args), lambda: {"grid": grid, "args": args, "constants": constants, "num_warps": 4}, which
+        )
+
     def _first(self, kernel: Any, present: Sequence[Tensor], describe: Callable[[], dict[str, Any]]) -> Replay | None:
         arguments = describe()
         among = tensors_among(arguments["args"])
@@ -209,8 +215,13 @@ class Launch:
 
     @property
     def flags(self) -> dict[str, bool]:
-        spec = self.call.spec
-        return {"HAS_LEFT": spec.left is not None, "HAS_RIGHT": spec.right is not None, "VARLEN": self.call.varlen}
+        """What of the mask is compiled in; row intervals have causal and window folded in."""
+        spec, apart = self.call.spec, self.call.rows is None
+        return {
+            "HAS_LEFT": apart and spec.left is not None,
+            "HAS_RIGHT": apart and spec.right is not None,
+            "VARLEN": self.call.varlen,
+        }
 
     def tiles(self, length: int, cu_seqlens: Tensor | None, block: int) -> int:
         """Tiles of one head; for packed sequences an upper bound that needs no value of cu_seqlens."""

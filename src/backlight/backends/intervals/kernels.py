@@ -1,12 +1,13 @@
 """Small kernels in front of the large ones of a call with a mask by row intervals (math.md section 12).
 
 Kernels read intervals by key tiles: `folded` [masks, key tiles + 1, 2 w, BN], rows counted from the first of the key's own
-sequence, causal and window folded in (eq. 62), two intervals disjoint (eq. 61). Keys that do not exist and keys that nobody sees
-have intervals that hold no row; so has every key of the last tile, which a program visits that has nothing to visit.
+sequence, causal and window folded in (eq. 62). Two intervals are disjoint (eq. 61) and come as one with a hole: first, end, first
+and end of the hole. Keys that do not exist and keys that nobody sees have intervals that hold no row; so has every key of the
+last tile, which a program visits that has nothing to visit.
 
 Which tiles are visited is a list for each tile that a program owns: live [masks, owned tiles, most]. What has to be masked
 stands at its front, the rest at its end in reverse, so that one sweep fills it; `counts` [masks, owned tiles, 2] says how many
-of either. An entry is 8 times the number of the other tile plus what is to be compared, of FIRST, END and GEOMETRY.
+of either. An entry is KINDS times the number of the other tile plus what is to be compared, of FIRST, END, HOLE and GEOMETRY.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import triton.language as tl
 
 # rows below every one and beyond every one; differences of two of them stay within 32 bits
 NO_ROW = tl.constexpr(1 << 30)
-# what a visited tile has to compare: rows with the first of each interval, with its end, positions with causal and window
+# what a visited tile has to compare: rows with the first of each interval, its end, its hole; positions with causal and window
 FIRST = tl.constexpr(1)
 END = tl.constexpr(2)
-GEOMETRY = tl.constexpr(4)
-KINDS = tl.constexpr(8)
+HOLE = tl.constexpr(4)
+GEOMETRY = tl.constexpr(8)
+KINDS = tl.constexpr(16)
 
 
 class Packing(NamedTuple):
@@ -111,7 +113,8 @@ def _fold_kernel(
     sq, sk, n_segments, mask_heads, left, right,
     W: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, VARLEN: tl.constexpr, POS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Intervals of a key tile, and the smallest and largest of their ends: extremes [masks, key tiles + 1, w, 4] (eq. 64)."""
+    """Intervals of a key tile, and the smallest and largest of their ends and of those of their holes (eq. 64):
+    extremes [masks, key tiles + 1, w, 4]."""
     tile = tl.program_id(0)
     m = tl.program_id(1)
     last = tile == tl.num_programs(0) - 1
@@ -131,14 +134,14 @@ def _fold_kernel(
         lower_end = tl.where(swap, other_end, end)
         upper = tl.where(swap, first, other)
         upper_end = tl.where(swap, end, other_end)
-        joined = (upper < NO_ROW) & (upper <= lower_end)
+        joined = (upper == NO_ROW) | (upper <= lower_end)
         first = lower
-        end = tl.where(joined, tl.maximum(lower_end, upper_end), lower_end)
-        other = tl.where(joined, NO_ROW, upper)
-        other_end = tl.where(joined, -NO_ROW if POS else 0, upper_end)
-        tl.store(folded_ptr + (at + 2) * BN + lanes, other)
-        tl.store(folded_ptr + (at + 3) * BN + lanes, other_end)
-        store_extremes(extremes_ptr + (at + 2) * 2, other, other_end)
+        end = tl.maximum(lower_end, upper_end)
+        hole = tl.where(joined, NO_ROW, lower_end)
+        hole_end = tl.where(joined, -NO_ROW, upper)
+        tl.store(folded_ptr + (at + 2) * BN + lanes, hole)
+        tl.store(folded_ptr + (at + 3) * BN + lanes, hole_end)
+        store_extremes(extremes_ptr + (at + 2) * 2, hole, hole_end)
     tl.store(folded_ptr + at * BN + lanes, first)
     tl.store(folded_ptr + (at + 1) * BN + lanes, end)
     store_extremes(extremes_ptr + at * 2, first, end)
@@ -168,15 +171,22 @@ def _order_kernel(
 
 
 @triton.jit
-def compared(extremes_ptr, exists, first_row, end_row):
-    """(whether rows [first_row, end_row) see nothing of a key tile, all of it; FIRST and END where to compare) by one interval."""
+def compared(extremes_ptr, exists, first_row, end_row, W: tl.constexpr):
+    """(whether rows [first_row, end_row) see nothing of a key tile, what of its intervals they have to be compared with)."""
     first_low = tl.load(extremes_ptr, mask=exists, other=NO_ROW)
     first_high = tl.load(extremes_ptr + 1, mask=exists, other=NO_ROW)
     end_low = tl.load(extremes_ptr + 2, mask=exists, other=-NO_ROW)
     end_high = tl.load(extremes_ptr + 3, mask=exists, other=-NO_ROW)
     empty = (first_low >= end_row) | (end_high <= first_row)
     kind = tl.where(first_high > first_row, FIRST, 0) + tl.where(end_low < end_row, END, 0)
-    return empty, kind == 0, kind
+    if W == 2:
+        hole_low = tl.load(extremes_ptr + 4, mask=exists, other=NO_ROW)
+        hole_high = tl.load(extremes_ptr + 5, mask=exists, other=NO_ROW)
+        hole_end_low = tl.load(extremes_ptr + 6, mask=exists, other=-NO_ROW)
+        hole_end_high = tl.load(extremes_ptr + 7, mask=exists, other=-NO_ROW)
+        empty = empty | ((hole_high <= first_row) & (hole_end_low >= end_row))
+        kind += tl.where((hole_low < end_row) & (hole_end_high > first_row), HOLE, 0)
+    return empty, kind
 
 
 @triton.jit
@@ -233,13 +243,7 @@ def _live_kernel(
         if POS:
             first_row = tl.load(order_ptr + row_tile * 2, mask=exists, other=NO_ROW)
             end_row = tl.load(order_ptr + row_tile * 2 + 1, mask=exists, other=-NO_ROW) + 1
-        empty, whole, kind = compared(extremes_ptr + key_tile * (4 * W), exists, first_row, end_row)
-        if W == 2:
-            second_empty, second_whole, _ = compared(
-                extremes_ptr + key_tile * (4 * W) + 4, exists, first_row, end_row
-            )
-            empty = empty & second_empty
-            kind = tl.where(whole | second_whole, 0, FIRST + END)
+        empty, kind = compared(extremes_ptr + key_tile * (4 * W), exists, first_row, end_row, W)
         if POS and (LEFT or RIGHT):
             far, near = geometric(row, row_end, key_tile * BN, own, left, right, LEFT, RIGHT, BN)
             empty = empty | far

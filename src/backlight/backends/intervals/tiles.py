@@ -39,6 +39,7 @@ class LiveTiles:
     folded: Tensor
     live: Tensor
     counts: Tensor
+    first_key_tiles: Tensor
     batch_step: int
     head_step: int
 
@@ -102,4 +103,4 @@ def live_tiles(start: Start, call: Call, tiling: Tiling, of_rows: bool) -> LiveT
         {"W": intervals, **flags, "OF_ROWS": of_rows, "BM": tiling.block_m, "BN": tiling.block_n, "CHUNK": CHUNK},
         side,
     )
-    return LiveTiles(folded, live, counts, 0 if batch == 1 else heads, 0 if heads == 1 else 1)
+    return LiveTiles(folded, live, counts, packing.cu_key_tiles, 0 if batch == 1 else heads, 0 if heads == 1 else 1)
