@@ -86,6 +86,9 @@ def forward_heuristic(call: Call) -> ForwardConfig:
     if width <= 64 and call.spec.softcap is not None:
         # squares of scores need registers: fewer scores for each of the three
         return ForwardConfig(64, 3, keep_first_max=keep)
+    if intervals_of(call) == 2 and width <= 128:
+        # the ends of holes need registers, and shared memory
+        return ForwardConfig(128, 2, keep_first_max=keep, q_buffers=1 if width > 64 else 2)
     # where rows are short, loads of the next tile have to be under way before this one ends; where they are masked, too, what
     # they save without maxima does not pay for the check at their end
     if width <= 64 and rows <= SHORT:

@@ -34,7 +34,10 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class LiveTiles:
-    """What a kernel reads of a mask (kernels.py). The mask of head h of batch entry b is number b * batch_step + h * head_step."""
+    """What a kernel reads of a mask (kernels.py).
+
+    The mask of head h of batch entry b is number b * batch_step + h * head_step.
+    """
 
     folded: Tensor
     live: Tensor
@@ -84,6 +87,7 @@ def live_tiles(start: Start, call: Call, tiling: Tiling, of_rows: bool) -> LiveT
         {"W": intervals, **flags, "BN": tiling.block_n},
         side,
     )
+    sizes = [tiling.key_tiles, tiling.row_tiles, live.shape[-1]]
     order, order_step = rows, 0
     if pos is not None:
         order = torch.empty((pos.shape[0], tiling.row_tiles, 2), dtype=torch.int32, device=rows.device)
@@ -98,8 +102,7 @@ def live_tiles(start: Start, call: Call, tiling: Tiling, of_rows: bool) -> LiveT
     start(
         _live_kernel,
         (owned, masks),
-        [extremes, order, order_step, live, counts, packing, *lengths, heads, *reach]
-        + [tiling.key_tiles, tiling.row_tiles, live.shape[-1]],
+        [extremes, order, order_step, live, counts, packing, *lengths, heads, *reach, *sizes],
         {"W": intervals, **flags, "OF_ROWS": of_rows, "BM": tiling.block_m, "BN": tiling.block_n, "CHUNK": CHUNK},
         side,
     )

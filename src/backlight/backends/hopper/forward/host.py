@@ -59,6 +59,8 @@ def variant_of(launch: Launch, schedule: Schedule, save_u: bool) -> Variant:
     call, config, flags = launch.call, schedule.config, launch.flags
     even = not schedule.uneven and launch.sk % config.block_n == 0
     intervals = intervals_of(call)
+    share = share_q_and_o(config, launch.bd, launch.bdv, intervals)
+    assert not (share and config.q_buffers > 1), "O would overwrite the Q of the next tile"
     keep_first_max = config.keep_first_max and (call.spec.left is None or intervals > 0)
     return Variant(
         D=launch.d,
@@ -74,7 +76,7 @@ def variant_of(launch: Launch, schedule: Schedule, save_u: bool) -> Variant:
         LATE_RESCALE=config.late_rescale,
         PINGPONG=config.pingpong,
         KEEP_FIRST_MAX=keep_first_max,
-        SHARE_QO=share_q_and_o(config, launch.bd, launch.bdv, intervals),
+        SHARE_QO=share,
         SOFTCAP=call.spec.softcap is not None,
         BIAS=call.bias is not None,
         SINK=call.sink is not None,

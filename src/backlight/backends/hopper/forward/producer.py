@@ -60,12 +60,13 @@ class Visits:
 
 @gluon.jit
 def visits_of(p, b, h, z, block):
+    row_tile = block
     key_tile = block * 0
     if p.V.VARLEN:
-        block += gl.load(p.packing.cu_tiles_ptr + z)
+        row_tile = block + gl.load(p.packing.cu_tiles_ptr + z)
         key_tile = gl.load(p.mask.cu_key_tiles_ptr + z)
     m = b * p.mask_batch + h * p.mask_head
-    owner = m.to(gl.int64) * p.row_tiles + block
+    owner = m.to(gl.int64) * p.row_tiles + row_tile
     cut = gl.load(p.mask.counts_ptr + 2 * owner)
     full = gl.load(p.mask.counts_ptr + 2 * owner + 1)
     return Visits(p.mask.live_ptr + owner * p.most, cut, full, m * (p.key_tiles + 1) + key_tile)
