@@ -77,9 +77,9 @@ def sequence_of(tile, packing, sq, sk, n_segments, VARLEN: tl.constexpr, OF_ROWS
         own_sq = tl.load(packing.cu_q + z + 1) - q_start
         own_sk = tl.load(packing.cu_k + z + 1) - k_start
         if OF_ROWS:
-            tile -= row_tile
+            tile = tile - row_tile
         else:
-            tile -= key_tile
+            tile = tile - key_tile
         found = Sequence(q_start, k_start, own_sq, own_sk, row_tile, key_tile, tile)
     return found
 
