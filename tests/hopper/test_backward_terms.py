@@ -17,8 +17,9 @@ pytest.importorskip("triton")
 import emulator
 from modules import mutant
 
-from backlight.backends.hopper.backward import dbias, dbias_ordered, dq_convert, dq_rows, host, narrow, prepass, row_block
-from backlight.backends.hopper.backward import kernel as backward
+from backlight.backends.hopper.backward import dbias, dbias_ordered, dq_convert, dq_rows, host, prepass, reducer, row_block
+from backlight.backends.hopper.backward import gradients as loops
+from backlight.backends.hopper.backward import launch as backward
 from backlight.backends.hopper.config import BackwardConfig
 from backlight.backends.tiled import BACKEND as TILED
 from backlight.config import override
@@ -61,7 +62,7 @@ def gradients(
 ) -> Mapping[str, torch.Tensor]:
     call = replace(problem.call, deterministic=deterministic, _segments=None)
     y, lse, u = TILED.forward(call, True)
-    with emulator.emulated(narrow, backward, dbias_ordered, dbias, dq_convert, dq_rows, prepass, late=late):
+    with emulator.emulated(backward, dbias_ordered, dbias, dq_convert, dq_rows, prepass, late=late):
         return host.backward(call, y, lse, u, problem.dy, problem.dlse, frozenset(needs or call.gradients))
 
 
@@ -150,8 +151,8 @@ def test_gate_strides(awkward: str) -> None:
     [
         (dbias, "total = sum_of(total, far[c + 1])", "pass"),
         (dbias, "    tma_reduce_add(p.diagonals_desc, [plane + 1, row >> 1, 0], box)\n", ""),
-        (dbias, "slot = offset & (p.SLOTS - 1)", "slot = offset * 0"),
-        (row_block, "b.i, MASK), p.TAU)", "b.i, MASK), False)"),
+        (dbias, "slot = offset & (p.V.SLOTS - 1)", "slot = offset * 0"),
+        (row_block, "b.i, MASK), p.V.TAU)", "b.i, MASK), False)"),
         (row_block, "dp = surviving(dp, at, limit)", "pass"),
         (row_block, "ds = ds * cap_slope(s)", "pass"),
         (prepass, "delta -= tau * mean", "pass"),
@@ -168,9 +169,9 @@ def test_a_broken_term_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     broken = mutant(tmp_path, module, old, new)
     for user, name in (
         (row_block, "leave_diagonals"),
-        (backward, "add_diagonals"),
+        (reducer, "add_diagonals"),
         (host, "prepass"),
-        (backward, "row_loops"),
+        (loops, "row_block"),
     ):
         if hasattr(broken, name):
             monkeypatch.setattr(user, name, getattr(broken, name))

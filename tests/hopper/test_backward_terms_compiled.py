@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 
 from aot import SHARED_MEMORY, Report, compiled
 
-from backlight.backends.hopper.backward import dbias, dbias_ordered, dq_convert, dq_rows, host, narrow, prepass
-from backlight.backends.hopper.backward import kernel as backward
+from backlight.backends.hopper.backward import dbias, dbias_ordered, dq_convert, dq_rows, host, prepass
+from backlight.backends.hopper.backward import launch as backward
 from backlight.backends.hopper.config import BackwardConfig
 from backlight.call import Call
 from backlight.config import override
@@ -44,7 +44,7 @@ def reports_of(
     spec = AttentionSpec(**({"causal": True} | options), softcap=softcap, **dict.fromkeys(given, True))
     call = Call(spec, q, k, k, **given, cu_seqlens_q=cu, cu_seqlens_k=cu, deterministic=deterministic)
     u = q if "tau" in terms else None
-    with compiled(narrow, backward, dbias_ordered, dbias, dq_convert, dq_rows, prepass) as reports:
+    with compiled(backward, dbias_ordered, dbias, dq_convert, dq_rows, prepass) as reports:
         host.backward(call, q, torch.zeros(batch, 4, length), u, q, None, frozenset(call.gradients))
     return {report.kernel: report for report in reports}
 

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("triton")
 
 from backlight.backends.hopper import barriers as at
-from backlight.backends.hopper.backward.narrow import STAGES
+from backlight.backends.hopper.backward.narrow.kernel import STAGES
 
 
 def ring(first: int, stages: int) -> list[int]:
@@ -28,7 +28,7 @@ def test_main_kernel(stages: int) -> None:
 
 
 def test_narrow_kernel() -> None:
-    rings = [*ring(at.NARROW_Q_EMPTY.value, STAGES.value), *ring(at.NARROW_DO_EMPTY.value, STAGES.value)]
+    rings = [*ring(at.NARROW_Q_EMPTY.value, STAGES), *ring(at.NARROW_DO_EMPTY.value, STAGES)]
     used = [*rings, *ring(at.NARROW_DQ_FULL.value, 2), *ring(at.NARROW_DS_FULL.value, 4)]
     assert used == list(range(6, 16))
 

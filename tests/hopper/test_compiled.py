@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 
 from aot import SHARED_MEMORY, TRITON, Report, compiled, hidden_exponentials
 
-from backlight.backends.hopper.backward import dq_convert, dq_rows, host, narrow, prepass
-from backlight.backends.hopper.backward import kernel as backward
+from backlight.backends.hopper.backward import dq_convert, dq_rows, host, prepass
+from backlight.backends.hopper.backward import launch as backward
 from backlight.backends.hopper.forward import host as forward
 from backlight.call import Call
 from backlight.spec import AttentionSpec
@@ -74,7 +74,7 @@ class Variant:
         cu = torch.tensor([0, 200, length], dtype=torch.int32) if self.packed else None
         spec = AttentionSpec(causal=self.causal, window=self.window)
         call = Call(spec, q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, deterministic=self.deterministic)
-        with compiled(forward, narrow, backward, dq_convert, dq_rows, prepass) as reports:
+        with compiled(forward, backward, dq_convert, dq_rows, prepass) as reports:
             y, lse, _ = forward.forward(call)
             host.backward(call, y, lse, None, torch.zeros_like(y), None, frozenset(("dq", "dk", "dv")))
         return reports

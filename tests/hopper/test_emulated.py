@@ -15,8 +15,9 @@ import emulator
 from modules import mutant
 
 from backlight.backends.hopper import BACKEND, primitives
-from backlight.backends.hopper.backward import dq_convert, dq_rows, host, narrow, prepass, row_block
-from backlight.backends.hopper.backward import kernel as backward
+from backlight.backends.hopper.backward import dq_convert, dq_rows, gradients, host, loader, prepass, reducer, row_block
+from backlight.backends.hopper.backward import kernel as main_kernel
+from backlight.backends.hopper.backward import launch as backward
 from backlight.backends.hopper.config import BackwardConfig, DqConfig, ForwardConfig
 from backlight.backends.hopper.forward import consumer, kernel, producer, scores
 from backlight.backends.hopper.forward import host as forward
@@ -52,10 +53,10 @@ TILES = (
 
 def examine(problem: Problem, late: bool, deterministic: bool = False) -> None:
     call = replace(problem.call, deterministic=deterministic, _segments=None)
-    with emulator.emulated(forward, narrow, backward, dq_convert, dq_rows, prepass, late=late):
+    with emulator.emulated(forward, backward, dq_convert, dq_rows, prepass, late=late):
         y, lse, _ = forward.forward(call)
-        gradients = host.backward(call, y, lse, None, problem.dy, problem.dlse, frozenset(("dq", "dk", "dv")))
-    verdict = judge(call, problem.dy, problem.dlse, {"y": y, "lse": lse} | gradients)
+        made = host.backward(call, y, lse, None, problem.dy, problem.dlse, frozenset(("dq", "dk", "dv")))
+    verdict = judge(call, problem.dy, problem.dlse, {"y": y, "lse": lse} | made)
     assert verdict.ok, f"{problem.case.name}\n{verdict}"
 
 
@@ -167,7 +168,7 @@ def test_packed_neighbours_do_not_leak() -> None:
     spoiled = replace(call, **tensors, _segments=None)
     results = []
     for each, gradient in ((call, problem.dy), (spoiled, dy)):
-        with emulator.emulated(forward, narrow, backward, dq_convert, dq_rows, prepass):
+        with emulator.emulated(forward, backward, dq_convert, dq_rows, prepass):
             y, lse, _ = forward.forward(each)
             grads = host.backward(each, y, lse, None, gradient, None, frozenset(("dq", "dk", "dv")))
         results.append({"y": y, "lse": lse[..., None]} | grads)
@@ -179,11 +180,11 @@ def test_packed_neighbours_do_not_leak() -> None:
 @pytest.mark.parametrize("needs", [("dq",), ("dk",), ("dv",), ("dk", "dv")], ids=str)
 def test_needs(needs: tuple[str, ...]) -> None:
     problem = Case("needs", b=1, sq=140, sk=140, d=16, causal=True).make(FP16)
-    with emulator.emulated(forward, narrow, backward, dq_convert, dq_rows, prepass):
+    with emulator.emulated(forward, backward, dq_convert, dq_rows, prepass):
         y, lse, _ = forward.forward(problem.call)
-        gradients = host.backward(problem.call, y, lse, None, problem.dy, None, frozenset(needs))
-    assert set(gradients) == set(needs)
-    verdict = judge(problem.call, problem.dy, None, gradients, names=needs)
+        made = host.backward(problem.call, y, lse, None, problem.dy, None, frozenset(needs))
+    assert set(made) == set(needs)
+    verdict = judge(problem.call, problem.dy, None, made, names=needs)
     assert verdict.ok, str(verdict)
 
 
@@ -239,14 +240,14 @@ def test_a_broken_forward_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("old", "new"),
     [
         ("0], dq_tile)\n                        tma.store_wait(0)\n", "0], dq_tile)\n"),
-        ("p.dk_s, p.VARLEN)\n        tma.store_wait(0)\n", "p.dk_s, p.VARLEN)\n"),
-        ("bar_arrive(p.DQ_FULL, BOTH_GROUPS_AND_WARP)", "pass"),
+        ("p.buffers.dk)\n        tma.store_wait(0)\n", "p.buffers.dk)\n"),
+        ("bar_arrive(dq_full(p.V.ST), BOTH_GROUPS_AND_WARP)", "pass"),
         ("bar_arrive(OUT_FULL, BOTH_GROUPS_AND_WARP)", "pass"),
-        ("        else:\n            bar_arrive(KV_EMPTY, p.KV_THREADS)\n", "        else:\n            pass\n"),
-        ("        if p.EARLY:\n            bar_arrive(KV_EMPTY, p.KV_THREADS)\n", "        if p.EARLY:\n"),
-        ("        bar_sync(KV_EMPTY, p.KV_THREADS)\n    mbarrier", "        pass\n    mbarrier"),
+        ("        else:\n            bar_arrive(KV_EMPTY, kv_threads(p.V.EARLY))\n", "        else:\n            pass\n"),
+        ("        if p.V.EARLY:\n            bar_arrive(KV_EMPTY, kv_threads(p.V.EARLY))\n", "        if p.V.EARLY:\n"),
+        ("        bar_sync(KV_EMPTY, kv_threads(p.V.EARLY))\n    mbarrier", "        pass\n    mbarrier"),
         ("dp = warpgroup_mma_wait(0, deps=[dp_token])", "dp = warpgroup_mma_wait(1, deps=[dp_token])"),
-        ("mbarrier.wait(p.kv_full.index(0), turn & 1)", "pass"),
+        ("mbarrier.wait(p.buffers.kv_full.index(0), turn & 1)", "pass"),
     ],
     ids=[
         "dq left",
@@ -263,14 +264,16 @@ def test_a_broken_forward_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_broken_backward_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     monkeypatch.setattr(emulator, "PATIENCE", 0.5)
     problem = Case("broken", b=1, hq=1, hkv=1, sq=300, sk=270, d=16, causal=True).make(FP16)
-    main = backward
-    if old in Path(backward.__file__).read_text():
-        main = mutant(tmp_path, backward, old, new)
-        monkeypatch.setattr(host, "main_dk_dv", main.main_dk_dv)
-    else:
-        monkeypatch.setattr(backward, "row_loops", mutant(tmp_path, row_block, old, new).row_loops)
+    parts = (
+        (loader, "loader", main_kernel),
+        (gradients, "gradients", main_kernel),
+        (reducer, "reducer", main_kernel),
+        (row_block, "row_block", gradients),
+    )
+    ((module, name, user),) = [part for part in parts if old in Path(part[0].__file__).read_text()]
+    monkeypatch.setattr(user, name, getattr(mutant(tmp_path, module, old, new), name))
     config = BackwardConfig(64, 128, split="else:" in old)
-    with override("hopper.backward", config), emulator.emulated(forward, main, dq_convert, dq_rows, prepass, late=True):
+    with override("hopper.backward", config), emulator.emulated(forward, backward, dq_convert, dq_rows, prepass, late=True):
         y, lse, _ = forward.forward(problem.call)
         try:
             result = host.backward(problem.call, y, lse, None, problem.dy, None, frozenset(("dq", "dk", "dv")))

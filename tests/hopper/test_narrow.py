@@ -16,8 +16,9 @@ from aot import SHARED_MEMORY, compiled
 from modules import mutant
 
 from backlight.backends.hopper import scores
-from backlight.backends.hopper.backward import dq_convert, dq_rows, host, key_tiles, narrow, prepass
-from backlight.backends.hopper.backward import kernel as backward
+from backlight.backends.hopper.backward import dq_convert, dq_rows, host, key_tiles, prepass
+from backlight.backends.hopper.backward import launch as backward
+from backlight.backends.hopper.backward.narrow import gradients, kernel, loader, reducer, row_block
 from backlight.backends.hopper.config import BackwardConfig, backward_config
 from backlight.backends.tiled import BACKEND as TILED
 from backlight.call import Call
@@ -44,7 +45,7 @@ TILES = (
 def judged(problem: Problem, late: bool, config: BackwardConfig = CONFIG) -> Verdict:
     call = replace(problem.call, _segments=None)
     y, lse, _ = TILED.forward(call, False)
-    with override("hopper.backward", config), emulator.emulated(narrow, backward, dq_convert, dq_rows, prepass, late=late):
+    with override("hopper.backward", config), emulator.emulated(backward, dq_convert, dq_rows, prepass, late=late):
         result = host.backward(call, y, lse, None, problem.dy, problem.dlse, frozenset(NEEDS))
     return judge(call, problem.dy, problem.dlse, result, names=NEEDS)
 
@@ -64,13 +65,13 @@ MUTANTS = {
     "dq never full": ("    bar_arrive(NARROW_DQ_FULL + W, GROUP_AND_WARP)\n    bar_arrive", "    bar_arrive"),
     "q kept": ("bar_arrive(NARROW_Q_EMPTY + stage, BOTH_GROUPS_AND_WARP)", "pass"),
     "k of the wrong tile": ("before=side)", "before=sums.before)"),
-    "k and v released too soon": ("p.kv_empty.index((visits & 1) ^ 1)", "p.kv_empty.index(visits & 1)"),
+    "k and v released too soon": ("p.buffers.kv_empty.index((visits & 1) ^ 1)", "p.buffers.kv_empty.index(visits & 1)"),
     "dp in flight": ("dp = warpgroup_mma_wait(0, deps=[dp_token])", "dp = warpgroup_mma_wait(1, deps=[dp_token])"),
     "first block": ("    bar_arrive(NARROW_DS_FULL + W * 2 + 1, BOTH_GROUPS)\n", ""),
     "mask": ("return fixed >= gl.expand_dims(first, 1) - thread", "return fixed > gl.expand_dims(first, 1) - thread"),
     "ragged keys": ("    elif ragged:\n        plain_begin = end\n", "    elif ragged:\n"),
     "a tile twice": (".to(gl.int32) + p.dynamic", ".to(gl.int32)"),
-    "never published": ("    mbarrier.arrive(p.tile_full.index(turn & 1), count=1)\n", ""),
+    "never published": ("    mbarrier.arrive(p.buffers.tile_full.index(turn & 1), count=1)\n", ""),
 }
 
 
@@ -79,8 +80,10 @@ def test_a_mutant_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, na
     monkeypatch.setattr(emulator, "PATIENCE", 0.5)
     old, new = MUTANTS[name]
     parts = (
-        (narrow, ("_bwd_narrow_kernel",), narrow),
-        (key_tiles, ("key_tile", "drawn", "publish"), narrow),
+        (gradients, ("gradients",), kernel),
+        (reducer, ("reducer",), kernel),
+        (row_block, ("row_block", "dq_of_before"), gradients),
+        (key_tiles, ("key_tile", "drawn", "publish"), loader),
         (scores, ("rows_from",), key_tiles),
     )
     ((module, names, user),) = [part for part in parts if old in Path(part[0].__file__).read_text()]
@@ -112,7 +115,7 @@ def test_when_it_is_used() -> None:
 def test_compiled(mask: str) -> None:
     q, k = torch.zeros(1, 4, 512, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 512, 64, dtype=torch.bfloat16)
     call = Call(AttentionSpec(causal=mask != "full", window=(200, 0) if mask == "window" else (None, None)), q, k, k)
-    with compiled(narrow, backward, dq_convert, dq_rows, prepass) as reports:
+    with compiled(backward, dq_convert, dq_rows, prepass) as reports:
         host.backward(call, q, torch.zeros(1, 4, 512), None, q, None, frozenset(NEEDS))
     main = next(report for report in reports if report.kernel == "_bwd_narrow_kernel")
     assert not main.warnings, str(main)

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from aot import SHARED_MEMORY, Report, compiled
 
 from backlight.backends.hopper.backward import dbias, dbias_ordered, dq_convert, dq_rows, host, prepass
-from backlight.backends.hopper.backward import kernel as backward
+from backlight.backends.hopper.backward import launch as backward
 from backlight.backends.hopper.forward import host as forward
 from backlight.call import Call
 from backlight.spec import AttentionSpec

@@ -27,6 +27,12 @@ Q_EMPTY = gl.constexpr(8)  # + stage: `gradients` arrives, `loader` waits
 
 
 @gluon.constexpr_function
+def kv_threads(early):
+    """Those at KV_EMPTY: where dk and dv leave early, `gradients` arrives there."""
+    return BOTH_GROUPS_AND_WARP if early else TWO_WARPS
+
+
+@gluon.constexpr_function
 def do_empty(stages):
     """+ stage: `gradients` arrives, `loader` waits."""
     return Q_EMPTY + stages

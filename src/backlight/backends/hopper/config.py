@@ -164,7 +164,7 @@ class BackwardConfig:
     split:      dq comes from a kernel of its own.
     wide:       heads wider than 128: two warpgroups share 64 keys and split columns.
     overlap:    exp2 stays under the matmul of dp, which the compiler would wait for first.
-    narrow:     a partition for each warpgroup, 128 x 128 tiles (`backward/narrow.py`).
+    narrow:     a partition for each warpgroup, 128 x 128 tiles (`backward/narrow/`).
     persistent: one CTA per multiprocessor draws key tiles; otherwise one CTA per tile.
     together:   key heads whose tiles interleave (0: by the mask).
     """

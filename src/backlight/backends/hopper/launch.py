@@ -214,6 +214,11 @@ class Launch:
         return self.heads, self.call.group, self.sq, self.sk, spec.left or 0, spec.right or 0
 
     @property
+    def widths(self) -> dict[str, int]:
+        """Head dimensions, and as wide as tiles are."""
+        return {"D": self.d, "DV": self.dv, "BD": self.bd, "BDV": self.bdv}
+
+    @property
     def flags(self) -> dict[str, bool]:
         """What of the mask is compiled in; row intervals have causal and window folded in."""
         spec, apart = self.call.spec, self.call.rows is None

@@ -175,6 +175,13 @@ def log2_of_sum(total):
 
 
 @gluon.jit
+def tiles_of(dtype: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Shared memory for N tiles [ROWS, COLUMNS]."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
+    return gl.allocate_shared_memory(dtype, [N, ROWS, COLUMNS], layout)
+
+
+@gluon.jit
 def load_tile(desc, b, h, start, length, row, bar, dst, VARLEN: gl.constexpr):
     """TMA rows [row, row + R) of head h into dst [R, D]; zeros beyond the last row of the batch entry or of the sequence."""
     view = smem_reinterpret(dst, desc.dtype, desc.block_type.shape, desc.layout)

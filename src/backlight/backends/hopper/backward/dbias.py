@@ -27,7 +27,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from backlight.backends.hopper.barriers import BOTH_GROUPS_AND_WARP
+from backlight.backends.hopper.barriers import BOTH_GROUPS_AND_WARP, diagonals_full
 from backlight.backends.hopper.compat import smem_reinterpret, tma_reduce_add
 from backlight.backends.hopper.launch import Launch, descriptor, fields, linear
 from backlight.backends.hopper.primitives import bar_arrive, clamp, log2_of
@@ -82,7 +82,7 @@ def leave_diagonals(p, ds, flushes):
     near, far = gl.split(tile)
     near = parts_of(near, C)
     far = parts_of(far, C)
-    mbarrier.wait(p.diagonals_empty.index(0), (flushes & 1) ^ 1)
+    mbarrier.wait(p.buffers.diagonals_empty.index(0), (flushes & 1) ^ 1)
     totals = ()
     for c in gl.static_range(C):
         total = near[c]
@@ -91,28 +91,28 @@ def leave_diagonals(p, ds, flushes):
         totals = totals + (total,)  # noqa: RUF005 (unpacking is no syntax of the kernel language)
     # one store: between two of them the compiler puts a barrier of all warps
     rows_l: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    rows = smem_reinterpret(p.diagonals_s, gl.float32, [C * GROUPS, CELLS], rows_l)
+    rows = smem_reinterpret(p.buffers.diagonals, gl.float32, [C * GROUPS, CELLS], rows_l)
     rows.store(gl.reshape(gl.permute(whole_of(totals, C), (3, 0, 1, 2)), [C * GROUPS, CELLS]))
-    p.edge_s.store(gl.reshape(far[0], [GROUPS, CELLS]))
+    p.buffers.edge.store(gl.reshape(far[0], [GROUPS, CELLS]))
     fence_async_shared()
-    bar_arrive(p.DIAGONALS_FULL, BOTH_GROUPS_AND_WARP)
+    bar_arrive(diagonals_full(p.V.ST), BOTH_GROUPS_AND_WARP)
 
 
 @gluon.jit
 def add_diagonals(p, t, h, i):
     """Add what `leave_diagonals` left of row block i to the accumulator of query head h; beyond the table lies the margin."""
-    C: gl.constexpr = p.diagonals_s.shape[0]
+    C: gl.constexpr = p.buffers.diagonals.shape[0]
     offset = t.sk - t.sq + p.origin
-    slot = offset & (p.SLOTS - 1)
+    slot = offset & (p.V.SLOTS - 1)
     # even, as distances in units of eight between tiles are
     top = (p.n_bias + 14) // 16 * 2
-    row = clamp(top - ((i * p.BM - t.j0) // 16 + (offset >> 4)) * 2, -FAR, top + FAR) + MARGIN
+    row = clamp(top - ((i * p.V.BM - t.j0) // 16 + (offset >> 4)) * 2, -FAR, top + FAR) + MARGIN
     plane = (slot * p.heads + h) * 2
     shape: gl.constexpr = p.diagonals_desc.block_type.shape
     for c in gl.static_range(C):
-        box = smem_reinterpret(p.diagonals_s.index(c), gl.float32, shape, p.diagonals_desc.layout)
+        box = smem_reinterpret(p.buffers.diagonals.index(c), gl.float32, shape, p.diagonals_desc.layout)
         tma_reduce_add(p.diagonals_desc, [plane + c % 2, (row - c) >> 1, 0], box)
-    box = smem_reinterpret(p.edge_s, gl.float32, shape, p.diagonals_desc.layout)
+    box = smem_reinterpret(p.buffers.edge, gl.float32, shape, p.diagonals_desc.layout)
     tma_reduce_add(p.diagonals_desc, [plane + 1, row >> 1, 0], box)
 
 

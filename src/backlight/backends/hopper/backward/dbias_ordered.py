@@ -8,7 +8,7 @@ for deterministic calls, and for heads wider than 128.
 
 # device code: compiled by Triton from its own types, never run by Python
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,21 +16,23 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from backlight.backends.hopper.backward.arguments import Packing, table_numbers, terms_of, units_of
 from backlight.backends.hopper.backward.dbias import CELLS, GROUPS, parts_of
 from backlight.backends.hopper.backward.prepass import Rows
-from backlight.backends.hopper.compat import warpgroup_mma_wait
+from backlight.backends.hopper.compat import Maybe, arguments, warpgroup_mma_wait
 from backlight.backends.hopper.launch import Launch
-from backlight.backends.hopper.primitives import barriers, load_tile, mma_over_columns, phase_of, stage_of
+from backlight.backends.hopper.primitives import barriers, load_tile, mma_over_columns, phase_of, stage_of, tiles_of
 from backlight.backends.hopper.scores import gradient, hidden_out, of_rows, seen_at, weights
-from backlight.backends.hopper.terms import TABLE_PAD, bias_tile, cap_factor, capped, table_of, threshold, unit_of
-from backlight.spec import LOG2E
+from backlight.backends.hopper.terms import TABLE_PAD, bias_tile, capped, threshold
 
-# rows of a tile, eight-row groups of it; keys of a tile are 16 * GROUPS
+# rows and keys of a tile, eight-row groups of it
 ROWS = gl.constexpr(64)
+KEYS = gl.constexpr(16 * 8)
 BLOCKS = gl.constexpr(8)
-BLOCK = 64
+# columns of a program that adds up
+BLOCK = gl.constexpr(64)
 # what a tile leaves, in cells: BLOCKS row groups of 512 and, behind them, the edge that belongs to the group before the first
 GROUP_CELLS = gl.constexpr(512)
 EDGE = gl.constexpr(4096)
@@ -46,128 +48,167 @@ def leave(pointer, value):
     gl.store(pointer + gl.expand_dims(group * CELLS, 1) + gl.expand_dims(cell, 0), cells)
 
 
-@gluon.jit(do_not_specialize=["padded_rows", "heads", "group", "sq", "sk", "left", "right", "n_bias", "origin"])
-def _dbias_ordered_kernel(
-    q_desc,
-    do_desc,
-    k_desc,
-    v_desc,
-    lse_ptr,
-    delta_ptr,
-    share_ptr,
-    table_ptr,
-    tau_ptr,
-    partial_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    cu_padded_ptr,
-    padded_rows,
-    heads,
-    group,
-    sq,
-    sk,
-    left,
-    right,
-    scale_log2,
-    cap,
-    n_bias,
-    origin,
-    D: gl.constexpr,
-    DV: gl.constexpr,
-    BD: gl.constexpr,
-    BDV: gl.constexpr,
-    PAD: gl.constexpr,
-    ST: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr,
-    VARLEN: gl.constexpr,
-):
-    BN: gl.constexpr = 16 * GROUPS
-    dtype: gl.constexpr = q_desc.dtype
-    s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, ROWS, 16])
-    row_l: gl.constexpr = gl.SliceLayout(0, s_l)
-    key_l: gl.constexpr = gl.SliceLayout(1, s_l)
-    z = gl.program_id(1) // heads
-    h = gl.program_id(1) % heads
-    kv_head = h // group
+class Variant(NamedTuple):
+    """What is compiled in. PAD: rows of a block of the padded vectors; ST: stages of the rings."""
+
+    D: int
+    DV: int
+    BD: int
+    BDV: int
+    PAD: int
+    ST: int
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    VARLEN: bool
+
+
+@arguments
+class Ordered:
+    """The kernel's arguments in their order."""
+
+    q_desc: tma.tensor_descriptor
+    do_desc: tma.tensor_descriptor
+    k_desc: tma.tensor_descriptor
+    v_desc: tma.tensor_descriptor
+    rows: Maybe
+    terms: Maybe
+    partial_ptr: gl.tensor
+    packing: Maybe
+    padded_rows: gl.tensor
+    heads: gl.tensor
+    group: gl.tensor
+    sq: gl.tensor
+    sk: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    units: Maybe
+    n_bias: gl.tensor
+    origin: gl.tensor
+    V: gl.constexpr
+
+
+@arguments
+class Offset:
+    """Tiles of a head whose rows begin `gap` after their keys."""
+
+    b: gl.tensor
+    h: gl.tensor
+    kv_head: gl.tensor
+    q_start: gl.tensor
+    k_start: gl.tensor
+    sq: gl.tensor
+    sk: gl.tensor
+    padded_row: gl.tensor
+    gap: gl.tensor
+
+
+@arguments
+class Ring:
+    """Shared memory of a CTA and its mbarriers."""
+
+    q: gl.shared_memory_descriptor
+    do: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def offset_of(p):
+    z = gl.program_id(1) // p.heads
+    h = gl.program_id(1) % p.heads
+    kv_head = h // p.group
     b = z
     q_start = z * 0
     k_start = z * 0
-    padded_row = gl.program_id(1) * padded_rows
-    if VARLEN:
+    sq = p.sq
+    sk = p.sk
+    padded_row = gl.program_id(1) * p.padded_rows
+    if p.V.VARLEN:
         b = z * 0
-        q_start = gl.load(cu_q_ptr + z)
-        k_start = gl.load(cu_k_ptr + z)
-        sq = gl.load(cu_q_ptr + z + 1) - q_start
-        sk = gl.load(cu_k_ptr + z + 1) - k_start
-        padded_row = h * padded_rows + gl.load(cu_padded_ptr + z) * PAD
-    # rows begin `gap` after the keys of a tile; `column` is where its first row and key lie in the table
-    offset = sk - sq + origin
+        q_start = gl.load(p.packing.cu_q_ptr + z)
+        k_start = gl.load(p.packing.cu_k_ptr + z)
+        sq = gl.load(p.packing.cu_q_ptr + z + 1) - q_start
+        sk = gl.load(p.packing.cu_k_ptr + z + 1) - k_start
+        padded_row = h * p.padded_rows + gl.load(p.packing.cu_row_tiles_ptr + z) * p.V.PAD
+    offset = sk - sq + p.origin
     gap = (gl.program_id(0) - ((offset + ROWS - 1) >> 6)) * ROWS
-    column = gap + offset
-    key = gl.arange(0, BN, key_l)
-    row = gl.arange(0, ROWS, row_l)
-    distance = gl.expand_dims(row, 0) - gl.expand_dims(key, 1) + gap + sk - sq
-    zero = gl.zeros([BN, ROWS], gl.float32, s_l)
-    bias = bias_tile(table_ptr + h.to(gl.int64) * (n_bias + 2 * TABLE_PAD), column, n_bias, zero, True)
-    bias = seen_at(bias, distance, left, right, HAS_LEFT, HAS_RIGHT)
-    limit = 0.0
-    if tau_ptr is not None:
-        limit = threshold(gl.load(tau_ptr + h).to(gl.float32))
+    return Offset(b, h, kv_head, q_start, k_start, sq, sk, padded_row, gap)
 
-    q_s = gl.allocate_shared_memory(dtype, [ST, ROWS, BD], gl.NVMMASharedLayout.get_default_for([ROWS, BD], dtype))
-    do_s = gl.allocate_shared_memory(dtype, [ST, ROWS, BDV], gl.NVMMASharedLayout.get_default_for([ROWS, BDV], dtype))
-    k_s = gl.allocate_shared_memory(dtype, [ST, BN, BD], gl.NVMMASharedLayout.get_default_for([BN, BD], dtype))
-    v_s = gl.allocate_shared_memory(dtype, [ST, BN, BDV], gl.NVMMASharedLayout.get_default_for([BN, BDV], dtype))
-    full = barriers(ST, 1)
-    empty = barriers(ST, 1)
-    fence_async_shared()
+
+@gluon.jit
+def common_bias(p, t, zero):
+    """The bias of all tiles, -inf where a pair is not seen."""
+    # where the first row and key of a tile lie in the table
+    column = t.gap + (t.sk - t.sq + p.origin)
+    key = gl.arange(0, KEYS, gl.SliceLayout(1, zero.type.layout))
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, zero.type.layout))
+    distance = gl.expand_dims(row, 0) - gl.expand_dims(key, 1) + t.gap + t.sk - t.sq
+    bias = bias_tile(p.terms.table_ptr + t.h.to(gl.int64) * (p.n_bias + 2 * TABLE_PAD), column, p.n_bias, zero, True)
+    return seen_at(bias, distance, p.left, p.right, p.V.HAS_LEFT, p.V.HAS_RIGHT)
+
+
+@gluon.jit
+def ring_of(p):
+    dtype: gl.constexpr = p.q_desc.dtype
+    q = tiles_of(dtype, p.V.ST, ROWS, p.V.BD)
+    do = tiles_of(dtype, p.V.ST, ROWS, p.V.BDV)
+    k = tiles_of(dtype, p.V.ST, KEYS, p.V.BD)
+    v = tiles_of(dtype, p.V.ST, KEYS, p.V.BDV)
+    return Ring(q, do, k, v, barriers(p.V.ST, 1), barriers(p.V.ST, 1))
+
+
+@gluon.jit
+def load_step(p, t, ring, step, count):
+    """The tiles of a step into the next stage, once it is free."""
     SIZE: gl.constexpr = (
-        q_desc.block_type.nbytes + do_desc.block_type.nbytes + k_desc.block_type.nbytes + v_desc.block_type.nbytes
+        p.q_desc.block_type.nbytes + p.do_desc.block_type.nbytes + p.k_desc.block_type.nbytes + p.v_desc.block_type.nbytes
     )
-    # key tiles whose rows exist
-    first = gl.cdiv(gl.maximum(-gap, 0), BN)
-    last = gl.maximum(gl.minimum(gl.cdiv(sk, BN), gl.cdiv(gl.maximum(sq - gap, 0), BN)), first)
-    total = zero
-    for step in range(first - (ST - 1), last):
-        ahead = step + ST - 1
-        if ahead < last:
-            count = ahead - first
-            stage = stage_of(count, ST)
-            bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), phase_of(count, ST) ^ 1)
-            mbarrier.expect(bar, SIZE)
-            load_tile(q_desc, b, h, q_start, sq, ahead * BN + gap, bar, q_s.index(stage), VARLEN)
-            load_tile(do_desc, b, h, q_start, sq, ahead * BN + gap, bar, do_s.index(stage), VARLEN)
-            load_tile(k_desc, b, kv_head, k_start, sk, ahead * BN, bar, k_s.index(stage), VARLEN)
-            load_tile(v_desc, b, kv_head, k_start, sk, ahead * BN, bar, v_s.index(stage), VARLEN)
-        if step >= first:
-            count = step - first
-            stage = stage_of(count, ST)
-            mbarrier.wait(full.index(stage), phase_of(count, ST))
-            # products 1 and 2
-            s_token = mma_over_columns(k_s.index(stage), q_s.index(stage), zero, D)
-            dp_token = mma_over_columns(v_s.index(stage), do_s.index(stage), zero, DV)
-            rows = padded_row + step * BN + gap + row
-            lse = gl.load(lse_ptr + rows)
-            delta = gl.load(delta_ptr + rows)
-            s, dp = warpgroup_mma_wait(0, deps=[s_token, dp_token])
-            mbarrier.arrive(empty.index(stage), count=1)
-            if cap is not None:
-                s = capped(s, cap)
-            p = weights(s + bias, lse, scale_log2, True)
-            # with tau, too: the gradient of a hidden key has p, which is 0, as a factor
-            p = hidden_out(p, gl.expand_dims(step * BN + key < sk, 1), False)
-            if tau_ptr is not None:
-                # not `surviving`: a shorter loop, but ten more registers
-                dp = gl.where(p + of_rows(gl.load(share_ptr + rows), True) > limit, dp, 0.0)
-            total = total + gradient(p, dp, delta, True)
+    stage = stage_of(count, p.V.ST)
+    bar = ring.full.index(stage)
+    mbarrier.wait(ring.empty.index(stage), phase_of(count, p.V.ST) ^ 1)
+    mbarrier.expect(bar, SIZE)
+    load_tile(p.q_desc, t.b, t.h, t.q_start, t.sq, step * KEYS + t.gap, bar, ring.q.index(stage), p.V.VARLEN)
+    load_tile(p.do_desc, t.b, t.h, t.q_start, t.sq, step * KEYS + t.gap, bar, ring.do.index(stage), p.V.VARLEN)
+    load_tile(p.k_desc, t.b, t.kv_head, t.k_start, t.sk, step * KEYS, bar, ring.k.index(stage), p.V.VARLEN)
+    load_tile(p.v_desc, t.b, t.kv_head, t.k_start, t.sk, step * KEYS, bar, ring.v.index(stage), p.V.VARLEN)
 
+
+@gluon.jit
+def ds_of_step(p, t, ring, bias, zero, limit, step, count):
+    """ds [128 keys, 64 rows] of the tiles of a step."""
+    key = gl.arange(0, KEYS, gl.SliceLayout(1, zero.type.layout))
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, zero.type.layout))
+    stage = stage_of(count, p.V.ST)
+    mbarrier.wait(ring.full.index(stage), phase_of(count, p.V.ST))
+    # products 1 and 2
+    s_token = mma_over_columns(ring.k.index(stage), ring.q.index(stage), zero, p.V.D)
+    dp_token = mma_over_columns(ring.v.index(stage), ring.do.index(stage), zero, p.V.DV)
+    rows = t.padded_row + step * KEYS + t.gap + row
+    lse = gl.load(p.rows.lse_ptr + rows)
+    delta = gl.load(p.rows.delta_ptr + rows)
+    s, dp = warpgroup_mma_wait(0, deps=[s_token, dp_token])
+    mbarrier.arrive(ring.empty.index(stage), count=1)
+    if p.units.cap is not None:
+        s = capped(s, p.units.cap)
+    pt = weights(s + bias, lse, p.units.scale_log2, True)
+    # with tau, too: the gradient of a hidden key has p, which is 0, as a factor
+    pt = hidden_out(pt, gl.expand_dims(step * KEYS + key < t.sk, 1), False)
+    if p.terms.tau_ptr is not None:
+        # not `surviving`: a shorter loop, but ten more registers
+        dp = gl.where(pt + of_rows(gl.load(p.rows.share_ptr + rows), True) > limit, dp, 0.0)
+    return gradient(pt, dp, delta, True)
+
+
+@gluon.jit
+def leave_sums(p, total):
+    """The diagonals of ds in a place of their own."""
     near, far = gl.split(gl.permute(gl.reshape(total, [GROUPS, 2, 8, BLOCKS, 8]), (0, 2, 4, 3, 1)))
     near = parts_of(near, BLOCKS)
     far = parts_of(far, BLOCKS)
     place = gl.program_id(1).to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
-    partial_ptr += place * TILE_CELLS
+    partial_ptr = p.partial_ptr + place * TILE_CELLS
     for c in gl.static_range(BLOCKS):
         value = near[c]
         if c + 1 < BLOCKS:
@@ -176,11 +217,47 @@ def _dbias_ordered_kernel(
     leave(partial_ptr + EDGE, far[0])
 
 
-@triton.jit(do_not_specialize=["segments", "heads", "n", "offsets", "sq", "sk", "origin"])
-def _dbias_ordered_sum_kernel(
-    partial_ptr, dbias_ptr, cu_q_ptr, cu_k_ptr, segments, heads, n, offsets, sq, sk, origin,
-    VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+@gluon.jit(do_not_specialize=["padded_rows", "heads", "group", "sq", "sk", "left", "right", "n_bias", "origin"])
+def _dbias_ordered_kernel(
+    q_desc, do_desc, k_desc, v_desc, rows, terms, partial_ptr, packing,
+    padded_rows, heads, group, sq, sk, left, right, units, n_bias, origin, V: gl.constexpr,
 ):  # fmt: skip
+    p = Ordered(
+        q_desc, do_desc, k_desc, v_desc, rows, terms, partial_ptr, packing,
+        padded_rows, heads, group, sq, sk, left, right, units, n_bias, origin, V,
+    )  # fmt: skip
+    ST: gl.constexpr = V.ST
+    t = offset_of(p)
+    zero = gl.zeros([KEYS, ROWS], gl.float32, gl.NVMMADistributedLayout([3, 0], [8, 1], [16, ROWS, 16]))
+    bias = common_bias(p, t, zero)
+    limit = 0.0
+    if terms.tau_ptr is not None:
+        limit = threshold(gl.load(terms.tau_ptr + t.h).to(gl.float32))
+    ring = ring_of(p)
+    fence_async_shared()
+    # key tiles whose rows exist
+    first = gl.cdiv(gl.maximum(-t.gap, 0), KEYS)
+    last = gl.maximum(gl.minimum(gl.cdiv(t.sk, KEYS), gl.cdiv(gl.maximum(t.sq - t.gap, 0), KEYS)), first)
+    total = zero
+    for step in range(first - (ST - 1), last):
+        ahead = step + ST - 1
+        if ahead < last:
+            load_step(p, t, ring, ahead, ahead - first)
+        if step >= first:
+            total = total + ds_of_step(p, t, ring, bias, zero, limit, step, step - first)
+    leave_sums(p, total)
+
+
+class Out(NamedTuple):
+    """dbias, and the borders of packed sequences."""
+
+    dbias_ptr: Any
+    cu_q_ptr: Any
+    cu_k_ptr: Any
+
+
+@triton.jit(do_not_specialize=["segments", "heads", "n", "offsets", "sq", "sk", "origin"])
+def _dbias_ordered_sum_kernel(partial_ptr, out, segments, heads, n, offsets, sq, sk, origin, VARLEN: tl.constexpr):
     """Column = 64 offset + rest + 8 c + x - b - 16 w; c = -1 stands last."""
     h = tl.program_id(1)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -188,8 +265,8 @@ def _dbias_ordered_sum_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for z in range(segments):
         if VARLEN:
-            sq = tl.load(cu_q_ptr + z + 1) - tl.load(cu_q_ptr + z)
-            sk = tl.load(cu_k_ptr + z + 1) - tl.load(cu_k_ptr + z)
+            sq = tl.load(out.cu_q_ptr + z + 1) - tl.load(out.cu_q_ptr + z)
+            sk = tl.load(out.cu_k_ptr + z + 1) - tl.load(out.cu_k_ptr + z)
         gap = sk - sq + origin
         rest = gap - ((gap + 63) >> 6) * 64
         base = (z * heads + h).to(tl.int64) * offsets * TILE_CELLS
@@ -204,12 +281,12 @@ def _dbias_ordered_sum_kernel(
             edge = (block + 1) // 8
             at = edge * TILE_CELLS + EDGE + inner
             total += tl.load(partial_ptr + base + at, mask=exists & ((block + 1) % 8 == 0) & (edge < offsets), other=0.0)
-    tl.store(dbias_ptr + h * n + column, total.to(dbias_ptr.dtype.element_ty), mask=exists)
+    tl.store(out.dbias_ptr + h * n + column, total.to(out.dbias_ptr.dtype.element_ty), mask=exists)
 
 
 def ordered_dbias(launch: Launch, rows: Rows) -> Tensor:
     """[Hq, n] in the dtype of bias, bitwise repeatable."""
-    call, spec = launch.call, launch.call.spec
+    call = launch.call
     assert call.bias is not None
     n = call.bias.shape[1]
     segments = launch.batch if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
@@ -218,48 +295,33 @@ def ordered_dbias(launch: Launch, rows: Rows) -> Tensor:
     partial = torch.empty(segments, launch.heads, offsets, TILE_CELLS.value, dtype=torch.float32, device=call.q.device)
     out = torch.empty(launch.heads, n, dtype=call.bias.dtype, device=call.q.device)
     cu_q, cu_k, _, _ = launch.packing(call.cu_seqlens_q, 128)
-    table = table_of(call)
-    tau = None if call.tau is None else call.tau.contiguous()
+    packing, terms, diagonals = Packing(cu_q, cu_k, None, rows.first_tiles), terms_of(call), Out(out, cu_q, cu_k)
 
     def describe_tiles() -> dict[str, Any]:
         args = [
             launch.rows(call.q, ROWS.value, launch.bd),
             launch.rows(rows.do, ROWS.value, launch.bdv),
-            launch.rows(call.k, 16 * GROUPS.value, launch.bd),
-            launch.rows(call.v, 16 * GROUPS.value, launch.bdv),
-            rows.lse2,
-            rows.delta,
-            rows.share,
-            table,
-            tau,
+            launch.rows(call.k, KEYS.value, launch.bd),
+            launch.rows(call.v, KEYS.value, launch.bdv),
+            rows.state,
+            terms,
             partial,
-            cu_q,
-            cu_k,
-            rows.first_tiles,
+            packing,
             rows.tiles * rows.config.block_m,
             *launch.geometry,
-            unit_of(call) * LOG2E,
-            None if spec.softcap is None else cap_factor(call),
-            n,
-            spec.bias_origin,
+            units_of(call)._replace(scale=None),
+            *table_numbers(call),
         ]
-        constants = {
-            "D": launch.d,
-            "DV": launch.dv,
-            "BD": launch.bd,
-            "BDV": launch.bdv,
-            "PAD": rows.config.block_m,
-            "ST": 2 if max(launch.bd, launch.bdv) <= 128 else 1,
-            **launch.flags,
-        }
-        return {"grid": (offsets, segments * launch.heads), "args": args, "constants": constants, "num_warps": 8}
+        stages = 2 if max(launch.bd, launch.bdv) <= 128 else 1
+        variant = Variant(**launch.widths, PAD=rows.config.block_m, ST=stages, **launch.flags)
+        return {"grid": (offsets, segments * launch.heads), "args": args, "constants": {"V": variant}, "num_warps": 8}
 
     def describe_sum() -> dict[str, Any]:
-        args = [partial, out, cu_q, cu_k, segments, launch.heads, n, offsets, launch.sq, launch.sk, spec.bias_origin]
-        constants = {"VARLEN": call.varlen, "BLOCK": BLOCK}
-        return {"grid": (-(-n // BLOCK), launch.heads), "args": args, "constants": constants, "num_warps": 1}
+        args = [partial, diagonals, segments, launch.heads, n, offsets, launch.sq, launch.sk, call.spec.bias_origin]
+        grid = (-(-n // BLOCK.value), launch.heads)
+        return {"grid": grid, "args": args, "constants": {"VARLEN": call.varlen}, "num_warps": 1}
 
-    state = (rows.lse2, rows.delta, rows.share, table, tau, partial, cu_q, cu_k, rows.first_tiles)
-    launch.start(_dbias_ordered_kernel, (call.q, rows.do, call.k, call.v, *state), describe_tiles)
-    launch.start(_dbias_ordered_sum_kernel, (partial, out, cu_q, cu_k), describe_sum)
+    tensors = (call.q, rows.do, call.k, call.v, *rows.state, *terms, partial, *packing)
+    launch.start(_dbias_ordered_kernel, tensors, describe_tiles)
+    launch.start(_dbias_ordered_sum_kernel, (partial, *diagonals), describe_sum)
     return out

@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from backlight.backends.hopper.backward.arguments import Packing
 from backlight.backends.hopper.backward.prepass import Rows
 from backlight.backends.hopper.compat import smem_reinterpret, tma_load
 from backlight.backends.hopper.launch import Launch
@@ -85,31 +86,20 @@ def add_quads(pointers, values):
 
 
 @gluon.jit(do_not_specialize=["n_segments", "heads", "sq", "tiles"])
-def _dq_convert_kernel(
-    acc_desc,
-    dq_desc,
-    cu_q_ptr,
-    cu_tiles_ptr,
-    n_segments,
-    heads,
-    sq,
-    tiles,
-    scale,
-    BM: gl.constexpr,
-    BD: gl.constexpr,
-    VARLEN: gl.constexpr,
-):
+def _dq_convert_kernel(acc_desc, dq_desc, packing, n_segments, heads, sq, tiles, scale, VARLEN: gl.constexpr):
+    BM: gl.constexpr = acc_desc.block_type.shape[0]
+    BD: gl.constexpr = acc_desc.block_type.shape[1]
     tile = gl.program_id(0)
     head = gl.program_id(1)
     row = (head * tiles + tile) * BM
     start = tile * 0
     if VARLEN:
-        z, first = locate(tile, cu_tiles_ptr, n_segments)
+        z, first = locate(tile, packing.cu_row_tiles_ptr, n_segments)
         if z >= n_segments:
             return
         tile -= first
-        start = gl.load(cu_q_ptr + z)
-        sq = gl.load(cu_q_ptr + z + 1) - start
+        start = gl.load(packing.cu_q_ptr + z)
+        sq = gl.load(packing.cu_q_ptr + z + 1) - start
     dtype: gl.constexpr = dq_desc.dtype
     acc_s = gl.allocate_shared_memory(gl.float32, [BM, BD], acc_desc.layout)
     out_s = gl.allocate_shared_memory(dtype, [BM, BD], gl.NVMMASharedLayout.get_default_for([BM, BD], dtype))
@@ -128,20 +118,20 @@ def _dq_convert_kernel(
 def convert_dq(launch: Launch, rows: Rows, dq: Tensor) -> None:
     block = rows.config.block_m
     acc = rows.accumulator
+    packing = Packing(rows.cu_q, None, None, rows.first_tiles)
 
     def describe() -> dict[str, Any]:
         args = [
             rows.tiles_of_dq(launch.bd, block),
             launch.rows(dq, block, launch.bd),
-            rows.cu_q,
-            rows.first_tiles,
+            packing,
             rows.n_segments,
             launch.heads,
             launch.sq,
             rows.tiles,
             launch.call.scale,
         ]
-        constants = {"BM": block, "BD": launch.bd, "VARLEN": launch.call.varlen}
+        constants = {"VARLEN": launch.call.varlen}
         return {"grid": (rows.tiles, launch.batch * launch.heads), "args": args, "constants": constants, "num_warps": 8}
 
-    launch.start(_dq_convert_kernel, (acc, dq, rows.cu_q, rows.first_tiles), describe)
+    launch.start(_dq_convert_kernel, (acc, dq, *packing), describe)

@@ -9,8 +9,7 @@ from backlight.backends.hopper.backward.dbias import Diagonals
 from backlight.backends.hopper.backward.dbias_ordered import ordered_dbias
 from backlight.backends.hopper.backward.dq_convert import convert_dq
 from backlight.backends.hopper.backward.dq_rows import split_dq
-from backlight.backends.hopper.backward.kernel import main_dk_dv
-from backlight.backends.hopper.backward.narrow import narrow_dk_dv
+from backlight.backends.hopper.backward.launch import main_dk_dv, narrow_dk_dv
 from backlight.backends.hopper.backward.prepass import prepass
 from backlight.backends.hopper.config import backward_config
 from backlight.backends.hopper.launch import Launch

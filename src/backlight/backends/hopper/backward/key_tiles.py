@@ -12,21 +12,20 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from backlight.backends.hopper.barriers import BOTH_GROUPS_AND_WARP
 from backlight.backends.hopper.compat import arguments, tma_load
-from backlight.backends.hopper.config import BackwardConfig
-from backlight.backends.hopper.launch import multiprocessors
 from backlight.backends.hopper.primitives import (
     BEYOND_ALL_ROWS,
     bar_sync,
+    barriers,
     clamp,
     load_tile,
     locate,
     opaque,
     row_blocks,
     stage_of,
+    store_tile,
 )
 from backlight.backends.hopper.scores import rows_before, rows_from
 from backlight.backends.hopper.terms import row_band
-from backlight.call import Call
 
 # rows of a block that may not see a key: none, those before its first row, those from its end on, both
 PLAIN = gl.constexpr(0)
@@ -83,6 +82,13 @@ class KeyTile:
 
 
 @gluon.jit
+def published_memory(READERS: gl.constexpr):
+    """Two slots for published tiles, which READERS partitions of one warp release; the barriers of full and of empty ones."""
+    tile = gl.allocate_shared_memory(gl.int32, [2 * SLOT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return tile, barriers(2, 1), barriers(2, READERS)
+
+
+@gluon.jit
 def drawn(p):
     """The number that this program takes next; n_tiles or more when nothing is left.
 
@@ -97,20 +103,20 @@ def drawn(p):
 @gluon.jit
 def write_field(p, turn, FIELD: gl.constexpr, value):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    p.tile_s.index((turn & 1) * SLOT + FIELD).store(gl.full([1], value, gl.int32, one))
+    p.buffers.tile.index((turn & 1) * SLOT + FIELD).store(gl.full([1], value, gl.int32, one))
 
 
 @gluon.jit
 def read_field(p, turn, FIELD: gl.constexpr, WARPS: gl.constexpr):
     """What `publish` said of this program's tile number `turn`, in a partition of WARPS warps."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    return gl.max(p.tile_s.index((turn & 1) * SLOT + FIELD).load(layout), 0)
+    return gl.max(p.buffers.tile.index((turn & 1) * SLOT + FIELD).load(layout), 0)
 
 
 @gluon.jit
 def publish(p, turn, number, visit, t):
     """Tell the other partitions about a tile, as soon as they have done with the one before last."""
-    mbarrier.wait(p.tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+    mbarrier.wait(p.buffers.tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
     write_field(p, turn, NUMBER, number)
     write_field(p, turn, VISIT, visit)
     write_field(p, turn, BATCH, t.b)
@@ -130,20 +136,20 @@ def publish(p, turn, number, visit, t):
     write_field(p, turn, FIRST_ROW, t.j0 - p.right - (t.sk - t.sq))
     write_field(p, turn, END_ROW, t.j0 + p.left - (t.sk - t.sq) + 1)
     write_field(p, turn, KEYS, t.sk - t.j0)
-    mbarrier.arrive(p.tile_full.index(turn & 1), count=1)
+    mbarrier.arrive(p.buffers.tile_full.index(turn & 1), count=1)
 
 
 @gluon.jit
 def publish_end(p, turn):
-    mbarrier.wait(p.tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+    mbarrier.wait(p.buffers.tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
     write_field(p, turn, NUMBER, -1)
-    mbarrier.arrive(p.tile_full.index(turn & 1), count=1)
+    mbarrier.arrive(p.buffers.tile_full.index(turn & 1), count=1)
 
 
 @gluon.jit
 def published(p, turn, WARPS: gl.constexpr):
     """Wait for `publish`; the number of the tile."""
-    mbarrier.wait(p.tile_full.index(turn & 1), (turn >> 1) & 1)
+    mbarrier.wait(p.buffers.tile_full.index(turn & 1), (turn >> 1) & 1)
     return read_field(p, turn, NUMBER, WARPS)
 
 
@@ -182,23 +188,23 @@ def key_tile(p, number):
     first_tile = tile * 0
     sq = p.sq
     sk = p.sk
-    if p.VARLEN:
-        z, earlier = locate(tile, p.cu_key_tiles_ptr, p.n_segments)
+    if p.V.VARLEN:
+        z, earlier = locate(tile, p.packing.cu_tiles_ptr, p.n_segments)
         tile -= earlier
         last = gl.minimum(z, p.n_segments - 1)
-        q_start = gl.load(p.cu_q_ptr + last)
-        k_start = gl.load(p.cu_k_ptr + last)
-        sq = gl.load(p.cu_q_ptr + last + 1) - q_start
-        sk = gl.where(z < p.n_segments, gl.load(p.cu_k_ptr + last + 1) - k_start, 0)
-        first_tile = gl.load(p.cu_row_tiles_ptr + last)
-    j0 = tile * p.BN
-    last_key = gl.minimum(j0 + p.BN, sk) - 1
-    begin, plain_begin, plain_end, end = row_blocks(j0, last_key, sq, sk, p.left, p.right, p.BM, p.HAS_LEFT, p.HAS_RIGHT)
-    if p.VARLEN:
+        q_start = gl.load(p.packing.cu_q_ptr + last)
+        k_start = gl.load(p.packing.cu_k_ptr + last)
+        sq = gl.load(p.packing.cu_q_ptr + last + 1) - q_start
+        sk = gl.where(z < p.n_segments, gl.load(p.packing.cu_k_ptr + last + 1) - k_start, 0)
+        first_tile = gl.load(p.packing.cu_row_tiles_ptr + last)
+    j0 = tile * p.V.BN
+    last_key = gl.minimum(j0 + p.V.BN, sk) - 1
+    begin, plain_begin, plain_end, end = row_blocks(j0, last_key, sq, sk, p.left, p.right, p.V.BM, p.V.HAS_LEFT, p.V.HAS_RIGHT)
+    if p.V.VARLEN:
         end = gl.where(sk > 0, end, begin)
     careful_end = begin
-    ragged = j0 + p.BN > sk
-    if p.HAS_LEFT:
+    ragged = j0 + p.V.BN > sk
+    if p.V.HAS_LEFT:
         # blocks before the plain ones need a look at their first rows only, blocks after them at their last ones
         if ragged | (plain_begin >= plain_end):
             careful_end = end
@@ -209,8 +215,8 @@ def key_tile(p, number):
         plain_end = end
     band_begin = plain_begin
     band_end = plain_begin
-    if p.BIAS:
-        band_begin, band_end = row_band(j0, last_key, sk - sq, p.origin, p.n_bias, p.BM)
+    if p.V.BIAS:
+        band_begin, band_end = row_band(j0, last_key, sk - sq, p.origin, p.n_bias, p.V.BM)
         band_begin = clamp(band_begin, plain_begin, plain_end)
         band_end = clamp(band_end, band_begin, plain_end)
     return KeyTile(
@@ -235,19 +241,19 @@ def key_tile(p, number):
 @gluon.jit
 def seen_rows(p, turn, s, offset, i, MASK: gl.constexpr):
     """Which rows of block i see the keys from j0 + offset on: a tile like s [keys, rows]."""
-    HELD: gl.constexpr = p.BM // 2 if p.WIDE else p.BM
+    HELD: gl.constexpr = p.V.BM // 2 if p.V.WIDE else p.V.BM
     key = gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
     if MASK != LAST_ROWS:
         first = key * 0
-        if p.HAS_RIGHT:
-            first = key + (read_field(p, turn, FIRST_ROW, p.WARPS) + offset - i * p.BM)
-        if MASK == BOTH_ENDS or not p.HAS_LEFT:
+        if p.V.HAS_RIGHT:
+            first = key + (read_field(p, turn, FIRST_ROW, p.V.WARPS) + offset - i * p.V.BM)
+        if MASK == BOTH_ENDS or not p.V.HAS_LEFT:
             # the tile may end beyond the last key
-            first = gl.where(key < read_field(p, turn, KEYS, p.WARPS) - offset, first, BEYOND_ALL_ROWS)
-        seen = rows_from(s, first, HELD, p.HAS_LEFT)
+            first = gl.where(key < read_field(p, turn, KEYS, p.V.WARPS) - offset, first, BEYOND_ALL_ROWS)
+        seen = rows_from(s, first, HELD, p.V.HAS_LEFT)
     if MASK != FIRST_ROWS:
-        end = key + (read_field(p, turn, END_ROW, p.WARPS) + offset - i * p.BM)
-        early = rows_before(s, end, HELD, p.HAS_LEFT)
+        end = key + (read_field(p, turn, END_ROW, p.V.WARPS) + offset - i * p.V.BM)
+        early = rows_before(s, end, HELD, p.V.HAS_LEFT)
         seen = early if MASK == LAST_ROWS else seen & early
     return seen
 
@@ -256,40 +262,48 @@ def seen_rows(p, turn, s, offset, i, MASK: gl.constexpr):
 def tile_row(p, t, member, i):
     """First row of a row block in the padded fp32 tensors lse, delta and dq accumulator."""
     head = t.b * p.heads + t.kv_head * p.group + member
-    return (head * p.row_tiles + t.first_tile + i) * p.BM
+    return (head * p.row_tiles + t.first_tile + i) * p.V.BM
+
+
+@gluon.jit
+def load_keys(p, t, desc, offset, bar, dst):
+    """Rows of K or V from key j0 + offset on."""
+    load_tile(desc, t.b, t.kv_head, t.k_start, t.sk, t.j0 + offset, bar, dst, p.V.VARLEN)
+
+
+@gluon.jit
+def store_keys(p, t, desc, offset, src):
+    """Rows of dk or dv, the way back."""
+    store_tile(desc, t.b, t.kv_head, t.k_start, t.sk, t.j0 + offset, src, p.V.VARLEN)
 
 
 @gluon.jit
 def load_rows(p, t, member, i, count):
     """Row block i of a query head into the next stage of the rings: q with lse, do with delta (and tau / n)."""
-    stage = stage_of(count, p.ST)
-    q_full = p.q_full.index(stage)
-    do_full = p.do_full.index(stage)
+    stage = stage_of(count, p.V.ST)
+    q_full = p.buffers.q_full.index(stage)
+    do_full = p.buffers.do_full.index(stage)
     h = t.kv_head * p.group + member
     row = tile_row(p, t, member, i)
-    if count >= p.ST:
+    if count >= p.V.ST:
         bar_sync(p.Q_EMPTY + stage, BOTH_GROUPS_AND_WARP)
-    mbarrier.expect(q_full, p.q_desc.block_type.nbytes + p.BM * 4)
-    load_tile(p.q_desc, t.b, h, t.q_start, t.sq, i * p.BM, q_full, p.q_s.index(stage), p.VARLEN)
-    tma_load(p.lse_desc, [row], q_full, p.lse_s.index(stage))
-    if count >= p.ST:
+    mbarrier.expect(q_full, p.q_desc.block_type.nbytes + p.V.BM * 4)
+    load_tile(p.q_desc, t.b, h, t.q_start, t.sq, i * p.V.BM, q_full, p.buffers.q.index(stage), p.V.VARLEN)
+    tma_load(p.lse_desc, [row], q_full, p.buffers.lse.index(stage))
+    if count >= p.V.ST:
         bar_sync(p.DO_EMPTY + stage, BOTH_GROUPS_AND_WARP)
-    mbarrier.expect(do_full, p.do_desc.block_type.nbytes + (p.BM * 8 if p.TAU else p.BM * 4))
-    load_tile(p.do_desc, t.b, h, t.q_start, t.sq, i * p.BM, do_full, p.do_s.index(stage), p.VARLEN)
-    tma_load(p.delta_desc, [row], do_full, p.delta_s.index(stage))
-    if p.TAU:
-        tma_load(p.share_desc, [row], do_full, p.share_s.index(stage))
+    mbarrier.expect(do_full, p.do_desc.block_type.nbytes + (p.V.BM * 8 if p.V.TAU else p.V.BM * 4))
+    load_tile(p.do_desc, t.b, h, t.q_start, t.sq, i * p.V.BM, do_full, p.buffers.do.index(stage), p.V.VARLEN)
+    tma_load(p.delta_desc, [row], do_full, p.buffers.delta.index(stage))
+    if p.V.TAU:
+        tma_load(p.share_desc, [row], do_full, p.buffers.share.index(stage))
 
 
 @gluon.jit
 def meet_arrivals(p, count):
     """Every arrival at a named barrier is met, those of the last round included."""
-    for i in gl.static_range(p.ST):
-        if count >= p.ST - i:
-            bar_sync(p.Q_EMPTY + stage_of(count + i, p.ST), BOTH_GROUPS_AND_WARP)
-            bar_sync(p.DO_EMPTY + stage_of(count + i, p.ST), BOTH_GROUPS_AND_WARP)
-
-
-def programs_of(call: Call, config: BackwardConfig, n_tiles: int) -> int:
-    """CTAs of a kernel that owns key tiles."""
-    return min(n_tiles, multiprocessors(call.q.device)) if config.persistent else n_tiles
+    ST: gl.constexpr = p.V.ST
+    for i in gl.static_range(ST):
+        if count >= ST - i:
+            bar_sync(p.Q_EMPTY + stage_of(count + i, p.V.ST), BOTH_GROUPS_AND_WARP)
+            bar_sync(p.DO_EMPTY + stage_of(count + i, p.V.ST), BOTH_GROUPS_AND_WARP)

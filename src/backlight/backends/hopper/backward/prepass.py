@@ -13,7 +13,7 @@ Of the learned terms, gate (do and dgate, eq. 18), sink (dsink, eq. 23) and most
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from backlight.backends.hopper.backward.arguments import Packing, RowState
 from backlight.backends.hopper.config import BackwardConfig
 from backlight.backends.hopper.launch import Launch, descriptor, matrix_fields, readable, tma_reads, vector_fields
 from backlight.spec import LOG2E
@@ -41,101 +42,116 @@ def share_of(tau, n, sees, SINK: tl.constexpr):
     return tl.where(sees & (n > 0), share, 0.0)
 
 
-@triton.jit(do_not_specialize=[*STRIDES, "n_segments", "heads", "sq", "tiles", "sk", "left", "right"])
-def _prepass_kernel(
-    y_ptr,
-    dy_ptr,
-    lse_ptr,
-    dlse_ptr,
-    do_ptr,
-    lse2_ptr,
-    delta_ptr,
-    acc_ptr,
-    cu_q_ptr,
-    cu_tiles_ptr,
-    n_segments,
-    heads,
-    sq,
-    tiles,
-    y_stride_b,
-    y_stride_h,
-    y_stride_s,
-    dy_stride_b,
-    dy_stride_h,
-    dy_stride_s,
-    dy_stride_d,
-    dlse_stride_b,
-    dlse_stride_h,
-    dlse_stride_s,
-    log2e,
-    gate_ptr,
-    gate_stride_b,
-    gate_stride_h,
-    gate_stride_s,
-    dgate_ptr,
-    dgate_stride_b,
-    dgate_stride_h,
-    dgate_stride_s,
-    sink_ptr,
-    dsink_ptr,
-    tau_ptr,
-    dtau_ptr,
-    share_ptr,
-    u_ptr,
-    u_stride_b,
-    u_stride_h,
-    u_stride_s,
-    cu_k_ptr,
-    sk,
-    left,
-    right,
-    DV: tl.constexpr,
-    BD: tl.constexpr,
-    BDV: tl.constexpr,
-    BM: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-    COPY_DO: tl.constexpr,
-    CLEAR_DQ: tl.constexpr,
-    VARLEN: tl.constexpr,
-    GATE: tl.constexpr,
-    DGATE: tl.constexpr,
-    SINK: tl.constexpr,
-    TAU: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-):
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    b = (head // heads).to(tl.int64)
-    h = (head % heads).to(tl.int64)
+class RowTerms(NamedTuple):
+    """Sink and tau, sums of their gradients, tau / n, and u of the forward."""
+
+    sink_ptr: Any
+    dsink_ptr: Any
+    tau_ptr: Any
+    dtau_ptr: Any
+    share_ptr: Any
+    u_ptr: Any
+
+
+class Variant(NamedTuple):
+    """What is compiled in."""
+
+    DV: int
+    BD: int
+    BDV: int
+    BM: int
+    HAS_DLSE: bool
+    COPY_DO: bool
+    CLEAR_DQ: bool
+    VARLEN: bool
+    GATE: bool
+    DGATE: bool
+    SINK: bool
+    TAU: bool
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+
+
+@triton.jit
+def segment_of(tile, packing, cu_k_ptr, sq, sk, n_segments, V: tl.constexpr):
+    """(row block of a sequence, first row, rows, keys where tau asks for them). Beyond the last sequence there are no rows."""
     start = 0
     n_rows = sq
     block = tile
-    if VARLEN:
+    n_keys = 0
+    if V.TAU:
+        n_keys = sk
+    if V.VARLEN:
         low = n_segments * 0
         high = n_segments
         while low < high:
             middle = (low + high) // 2
-            if tl.load(cu_tiles_ptr + middle + 1) <= tile:
+            if tl.load(packing.cu_row_tiles_ptr + middle + 1) <= tile:
                 low = middle + 1
             else:
                 high = middle
-        block = tile - tl.load(cu_tiles_ptr + low)
-        # tiles beyond the last sequence are padding: they have no rows
+        block = tile - tl.load(packing.cu_row_tiles_ptr + low)
         last = tl.minimum(low, n_segments - 1)
-        start = tl.load(cu_q_ptr + last)
-        n_rows = tl.where(low < n_segments, tl.load(cu_q_ptr + last + 1) - start, 0)
-        if TAU:
-            sk = tl.load(cu_k_ptr + last + 1) - tl.load(cu_k_ptr + last)
+        start = tl.load(packing.cu_q_ptr + last)
+        n_rows = tl.where(low < n_segments, tl.load(packing.cu_q_ptr + last + 1) - start, 0)
+        if V.TAU:
+            n_keys = tl.load(cu_k_ptr + last + 1) - tl.load(cu_k_ptr + last)
+    return block, start, n_rows, n_keys
+
+
+@triton.jit
+def rows_at(ptr, strides, b, h, row, columns):
+    """Rows that TMA reads: strides come in units of 16 bytes, so that loads are as wide."""
+    ptr += (b * strides[0] + h * strides[1]) * UNIT
+    return ptr + row[:, None] * (strides[2] * UNIT) + columns[None, :]
+
+
+@triton.jit
+def visible_count(position, sk, left, right, V: tl.constexpr):
+    """Eq. 3, of rows that exist."""
+    n = position * 0 + sk
+    if V.HAS_RIGHT:
+        n = tl.minimum(n, position + right + 1)
+    if V.HAS_LEFT:
+        n -= tl.maximum(position - left, 0)
+    return n
+
+
+@triton.jit
+def weight_of(sink, lse, seen, log2e):
+    """p of a sink: one of +inf is all there is."""
+    return tl.where(lse == sink, 1.0, tl.exp2((sink - tl.where(seen, lse, 0.0)) * log2e))
+
+
+@triton.jit
+def clear_rows(acc_ptr, first, lanes, V: tl.constexpr):
+    BD: tl.constexpr = V.BD
+    BM: tl.constexpr = V.BM
+    zero = tl.zeros([BM, BD], tl.float32)
+    tl.store(acc_ptr + first * BD + lanes[:, None] * BD + tl.arange(0, BD)[None, :], zero)
+
+
+@triton.jit(do_not_specialize=[*STRIDES, "n_segments", "heads", "sq", "tiles", "sk", "left", "right"])
+def _prepass_kernel(
+    y_ptr, dy_ptr, lse_ptr, dlse_ptr, do_ptr, lse2_ptr, delta_ptr, acc_ptr, packing, n_segments, heads, sq, tiles,
+    y_stride_b, y_stride_h, y_stride_s, dy_stride_b, dy_stride_h, dy_stride_s, dy_stride_d,
+    dlse_stride_b, dlse_stride_h, dlse_stride_s, log2e,
+    gate_ptr, gate_stride_b, gate_stride_h, gate_stride_s, dgate_ptr, dgate_stride_b, dgate_stride_h, dgate_stride_s,
+    terms, u_stride_b, u_stride_h, u_stride_s, cu_k_ptr, sk, left, right, V: tl.constexpr,
+):  # fmt: skip
+    BM: tl.constexpr = V.BM
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    b = (head // heads).to(tl.int64)
+    h = (head % heads).to(tl.int64)
+    block, start, n_rows, n_keys = segment_of(tile, packing, cu_k_ptr, sq, sk, n_segments, V)
     lanes = tl.arange(0, BM)
     inside = block * BM + lanes < n_rows
     row = start + (block * BM + lanes).to(tl.int64)
-    columns = tl.arange(0, BDV)
-    mask = inside[:, None] & (columns < DV)[None, :]
-    # TMA reads y, and dy where it is not copied: strides come in units of 16 bytes, so that loads are as wide
-    y_ptr += (b * y_stride_b + h * y_stride_h) * UNIT
-    y = tl.load(y_ptr + row[:, None] * (y_stride_s * UNIT) + columns[None, :], mask=mask, other=0.0)
-    if COPY_DO:
+    columns = tl.arange(0, V.BDV)
+    mask = inside[:, None] & (columns < V.DV)[None, :]
+    y = tl.load(rows_at(y_ptr, (y_stride_b, y_stride_h, y_stride_s), b, h, row, columns), mask=mask, other=0.0)
+    if V.COPY_DO:
         dy_ptr += b * dy_stride_b + h * dy_stride_h
         dy = tl.load(dy_ptr + row[:, None] * dy_stride_s + columns[None, :] * dy_stride_d, mask=mask, other=0.0)
     else:
@@ -143,52 +159,42 @@ def _prepass_kernel(
         dy = tl.load(dy_ptr + row[:, None] * (dy_stride_s * UNIT) + columns[None, :], mask=mask, other=0.0)
     product = y.to(tl.float32) * dy.to(tl.float32)
     delta = tl.sum(product, 1)
-    if GATE:
-        gate_ptr += (b * gate_stride_b + h * gate_stride_h) * UNIT
-        gate = tl.load(gate_ptr + row[:, None] * (gate_stride_s * UNIT) + columns[None, :], mask=mask, other=0.0)
+    if V.GATE:
+        place = rows_at(gate_ptr, (gate_stride_b, gate_stride_h, gate_stride_s), b, h, row, columns)
+        gate = tl.load(place, mask=mask, other=0.0)
         weight = 1.0 / (1.0 + tl.exp2(-log2e * gate.to(tl.float32)))
-        if DGATE:
+        if V.DGATE:
             dgate_ptr += (b * dgate_stride_b + h * dgate_stride_h) * UNIT
             place = row[:, None] * (dgate_stride_s * UNIT) + columns[None, :]
             tl.store(dgate_ptr + place, (product * (1.0 - weight)).to(dgate_ptr.dtype.element_ty), mask=mask)
         dy = dy.to(tl.float32) * weight
     lse = tl.load(lse_ptr + head.to(tl.int64) * sq + row, mask=inside, other=float("-inf"))
     seen = lse != float("-inf")
-    if HAS_DLSE:
+    if V.HAS_DLSE:
         dlse_ptr += b * dlse_stride_b + h * dlse_stride_h
         delta -= tl.load(dlse_ptr + row * dlse_stride_s, mask=inside & seen, other=0.0).to(tl.float32)
     padded = (head.to(tl.int64) * tiles + tile) * BM
-    if TAU:
-        position = block * BM + lanes + sk - n_rows
-        n = position * 0 + sk
-        if HAS_RIGHT:
-            n = tl.minimum(n, position + right + 1)
-        if HAS_LEFT:
-            n -= tl.maximum(position - left, 0)
-        tau = tl.load(tau_ptr + h).to(tl.float32)
-        u_ptr += (b * u_stride_b + h * u_stride_h) * UNIT
-        u = tl.load(u_ptr + row[:, None] * (u_stride_s * UNIT) + columns[None, :], mask=mask, other=0.0)
+    if V.TAU:
+        n = visible_count(block * BM + lanes + n_keys - n_rows, n_keys, left, right, V)
+        tau = tl.load(terms.tau_ptr + h).to(tl.float32)
+        u = tl.load(rows_at(terms.u_ptr, (u_stride_b, u_stride_h, u_stride_s), b, h, row, columns), mask=mask, other=0.0)
         mean = tl.sum(dy.to(tl.float32) * u.to(tl.float32), 1)
         delta -= tau * mean
-        tl.store(share_ptr + padded + lanes, share_of(tau, n, inside, SINK))
-        tl.store(dtau_ptr + head * tiles + tile, tl.sum(mean, 0))
-    if SINK:
-        sink = tl.load(sink_ptr + h).to(tl.float32)
-        # one of +inf is all there is
-        p_sink = tl.where(lse == sink, 1.0, tl.exp2((sink - tl.where(seen, lse, 0.0)) * log2e))
-        tl.store(dsink_ptr + head * tiles + tile, tl.sum(tl.where(seen, -p_sink * delta, 0.0), 0))
+        tl.store(terms.share_ptr + padded + lanes, share_of(tau, n, inside, V.SINK))
+        tl.store(terms.dtau_ptr + head * tiles + tile, tl.sum(mean, 0))
+    if V.SINK:
+        p_sink = weight_of(tl.load(terms.sink_ptr + h).to(tl.float32), lse, seen, log2e)
+        tl.store(terms.dsink_ptr + head * tiles + tile, tl.sum(tl.where(seen, -p_sink * delta, 0.0), 0))
     tl.store(lse2_ptr + padded + lanes, tl.where(seen, lse * log2e, float("inf")))
     tl.store(delta_ptr + padded + lanes, delta)
     if (tile == tiles - 1) & (head == tl.num_programs(1) - 1):
         # the counter from which the next kernel's programs draw their tiles
         tl.store(delta_ptr + padded + BM, 0.0)
-    if COPY_DO or GATE:
-        do_row = head.to(tl.int64) * sq + row
-        tl.store(do_ptr + do_row[:, None] * DV + columns[None, :], dy.to(do_ptr.dtype.element_ty), mask=mask)
-    if CLEAR_DQ:
-        flat = tl.arange(0, BD)
-        zero = tl.zeros([BM, BD], tl.float32)
-        tl.store(acc_ptr + padded * BD + lanes[:, None] * BD + flat[None, :], zero)
+    if V.COPY_DO or V.GATE:
+        place = do_ptr + (head.to(tl.int64) * sq + row)[:, None] * V.DV + columns[None, :]
+        tl.store(place, dy.to(do_ptr.dtype.element_ty), mask=mask)
+    if V.CLEAR_DQ:
+        clear_rows(acc_ptr, padded, lanes, V)
 
 
 @dataclass(frozen=True)
@@ -211,6 +217,10 @@ class Rows:
         return descriptor(values, vector_fields(values.numel(), self.config.block_m))
 
     @property
+    def state(self) -> RowState:
+        return RowState(self.lse2, self.delta, self.share)
+
+    @property
     def accumulator(self) -> Tensor:
         # a split backward has none: any fp32 memory makes a valid descriptor that nobody uses
         return self.lse2 if self.acc is None else self.acc
@@ -218,6 +228,11 @@ class Rows:
     def tiles_of_dq(self, width: int, block: int) -> TensorDescriptor:
         rows = 1 if self.acc is None else self.lse2.numel() - 64
         return descriptor(self.accumulator, matrix_fields(rows, width, block))
+
+
+def eighths(tensor: Tensor | None) -> tuple[int | None, ...]:
+    """Strides in units of 16 bytes (`rows_at`)."""
+    return (None,) * 3 if tensor is None else tuple(stride // 8 for stride in tensor.stride()[:3])
 
 
 def prepass(
@@ -256,64 +271,42 @@ def prepass(
     rows = Rows(config, do, lse2, delta, share, acc, tiles, cu_q, cu_k, first_tiles, n_segments)
     last = lse if dlse is None else dlse
 
-    def describe() -> dict[str, Any]:
-        def eighths(tensor: Tensor | None) -> tuple[int | None, ...]:
-            return (None,) * 3 if tensor is None else tuple(stride // 8 for stride in tensor.stride()[:3])
+    packing, terms = Packing(cu_q, None, None, first_tiles), RowTerms(sink, dsink, tau, dtau, share, u)
+    cu_k = cu_k if has_tau else None
 
+    def describe() -> dict[str, Any]:
         args = [
-            y,
-            dy,
-            lse,
-            last,
-            do,
-            lse2,
-            delta,
-            rows.accumulator,
-            cu_q,
-            first_tiles,
-            n_segments,
-            launch.heads,
-            launch.sq,
-            tiles,
+            *(y, dy, lse, last, do, lse2, delta, rows.accumulator, packing, n_segments, launch.heads, launch.sq, tiles),
             *eighths(y),
-            *(stride if copy else stride // 8 for stride in dy.stride()),
+            *(dy.stride() if copy else (*eighths(dy), 0)),
             *last.stride(),
             LOG2E,
-            gate,
-            *eighths(gate),
-            dgate,
-            *eighths(dgate),
-            sink,
-            dsink,
-            tau,
-            dtau,
-            share,
-            u,
-            *eighths(u),
+            *(gate, *eighths(gate)),
+            *(dgate, *eighths(dgate)),
+            *(terms, *eighths(u)),
             *((cu_k, launch.sk, call.spec.left or 0, call.spec.right or 0) if has_tau else (None,) * 4),
         ]
-        constants = {
-            "DV": launch.dv,
-            "BD": launch.bd,
-            "BDV": launch.bdv,
-            "BM": config.block_m,
-            "HAS_DLSE": dlse is not None,
-            "COPY_DO": copy,
-            "CLEAR_DQ": acc is not None,
-            "VARLEN": call.varlen,
-            "GATE": has_gate,
-            "DGATE": dgate is not None,
-            "SINK": has_sink,
-            "TAU": has_tau,
-            "HAS_LEFT": has_tau and call.spec.left is not None,
-            "HAS_RIGHT": has_tau and call.spec.right is not None,
-        }
+        variant = Variant(
+            DV=launch.dv,
+            BD=launch.bd,
+            BDV=launch.bdv,
+            BM=config.block_m,
+            HAS_DLSE=dlse is not None,
+            COPY_DO=copy,
+            CLEAR_DQ=acc is not None,
+            VARLEN=call.varlen,
+            GATE=has_gate,
+            DGATE=dgate is not None,
+            SINK=has_sink,
+            TAU=has_tau,
+            HAS_LEFT=has_tau and call.spec.left is not None,
+            HAS_RIGHT=has_tau and call.spec.right is not None,
+        )
         warps = 8 if has_gate or has_tau else 4
-        return {"grid": (tiles, heads), "args": args, "constants": constants, "num_warps": warps}
+        return {"grid": (tiles, heads), "args": args, "constants": {"V": variant}, "num_warps": warps}
 
-    tensors = (y, dy, lse, last, do, lse2, delta, rows.accumulator, cu_q, first_tiles)
-    terms = (gate, dgate, sink, dsink, tau, dtau, share, u, cu_k if has_tau else None)
-    launch.start(_prepass_kernel, (*tensors, *terms), describe)
+    tensors = (y, dy, lse, last, do, lse2, delta, rows.accumulator, *packing, gate, dgate, *terms, cu_k)
+    launch.start(_prepass_kernel, tensors, describe)
 
     if dgate is not None:
         out["dgate"] = dgate

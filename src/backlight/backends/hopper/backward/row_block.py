@@ -13,27 +13,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from backlight.backends.hopper.backward.dbias import leave_diagonals
 from backlight.backends.hopper.backward.dq_convert import add_fragments, dq_fragments
 from backlight.backends.hopper.backward.key_tiles import (
-    BAND_BEGIN,
-    BAND_END,
     BATCH,
-    BEGIN,
-    BOTH_ENDS,
-    CAREFUL_END,
-    END,
-    FIRST_ROWS,
     FIRST_TILE,
     J0,
     KV_HEAD,
-    LAST_ROWS,
     PLAIN,
-    PLAIN_BEGIN,
-    PLAIN_END,
     SK,
     SQ,
     read_field,
     seen_rows,
 )
-from backlight.backends.hopper.barriers import BOTH_GROUPS_AND_WARP, Q_EMPTY
+from backlight.backends.hopper.barriers import BOTH_GROUPS_AND_WARP, Q_EMPTY, dq_full
 from backlight.backends.hopper.compat import arguments, barrier, warpgroup_mma_wait
 from backlight.backends.hopper.primitives import (
     bar_arrive,
@@ -45,7 +35,7 @@ from backlight.backends.hopper.primitives import (
     stage_of,
 )
 from backlight.backends.hopper.scores import gradient, hidden_out, of_rows, surviving, weights
-from backlight.backends.hopper.terms import TABLE_PAD, bias_tile, cap_slope, capped, threshold, weights16
+from backlight.backends.hopper.terms import TABLE_PAD, bias_tile, cap_slope, capped, weights16
 
 
 @arguments
@@ -81,18 +71,18 @@ def tile_layout(WIDE, N):
 @gluon.jit
 def block_bias(p, turn, tile, b):
     """The bias of a row block, like `tile`."""
-    head = read_field(p, turn, KV_HEAD, p.WARPS) * p.group + b.member
-    column = b.i * p.BM + read_field(p, turn, SK, p.WARPS) - read_field(p, turn, SQ, p.WARPS)
-    column = column - read_field(p, turn, J0, p.WARPS) + p.origin
-    return bias_tile(p.table_ptr + head.to(gl.int64) * (p.n_bias + 2 * TABLE_PAD), column, p.n_bias, tile, True)
+    head = read_field(p, turn, KV_HEAD, p.V.WARPS) * p.group + b.member
+    column = b.i * p.V.BM + read_field(p, turn, SK, p.V.WARPS) - read_field(p, turn, SQ, p.V.WARPS)
+    column = column - read_field(p, turn, J0, p.V.WARPS) + p.origin
+    return bias_tile(p.terms.table_ptr + head.to(gl.int64) * (p.n_bias + 2 * TABLE_PAD), column, p.n_bias, tile, True)
 
 
 @gluon.jit
 def block_weights(p, turn, s, lse, b, MASK: gl.constexpr):
     """p of a tile of scores."""
-    pt = weights(s, lse, p.scale_log2, True)
+    pt = weights(s, lse, p.units.scale_log2, True)
     if MASK != PLAIN:
-        pt = hidden_out(pt, seen_rows(p, turn, s, 0, b.i, MASK), p.TAU)
+        pt = hidden_out(pt, seen_rows(p, turn, s, 0, b.i, MASK), p.V.TAU)
     return pt
 
 
@@ -119,75 +109,77 @@ def elastic(p, pt, dp, stage, limit, FIRST: gl.constexpr, MASK: gl.constexpr):
     """Weights (16 bits) and ds with tau of rows from FIRST on (eq. 10, 11)."""
     row_l: gl.constexpr = gl.SliceLayout(0, pt.type.layout)
     ROWS: gl.constexpr = pt.shape[1]
-    at = pt + of_rows(p.share_s.index(stage).slice(FIRST, ROWS).load(row_l), True)
+    at = pt + of_rows(p.buffers.share.index(stage).slice(FIRST, ROWS).load(row_l), True)
     at16 = weights16(at, p.q_desc.dtype)
     dp = surviving(dp, at, limit)
     if MASK != PLAIN:
         pt = gl.maximum(pt, 0.0)
-    return at16, gradient(pt, dp, p.delta_s.index(stage).slice(FIRST, ROWS).load(row_l), True)
+    return at16, gradient(pt, dp, p.buffers.delta.index(stage).slice(FIRST, ROWS).load(row_l), True)
 
 
 @gluon.jit
 def block_of(p, count, member, i):
     """Row block i of a query head, where the rings have it."""
-    stage = stage_of(count, p.ST)
+    stage = stage_of(count, p.V.ST)
     return Block(
         i=i,
         member=member,
         stage=stage,
-        phase=phase_of(count, p.ST),
-        q=p.q_s.index(stage),
-        do=p.do_s.index(stage),
-        k=rematerialised(p.k_s, count),
-        v=rematerialised(p.v_s, count),
+        phase=phase_of(count, p.V.ST),
+        q=p.buffers.q.index(stage),
+        do=p.buffers.do.index(stage),
+        k=rematerialised(p.buffers.k, count),
+        v=rematerialised(p.buffers.v, count),
     )
 
 
 @gluon.jit
 def weights_and_dp(p, turn, b, MASK: gl.constexpr, BIASED: gl.constexpr):
     """Products 1 and 2, and p under the second: (s, p, dp, delta). s is for the slope of a cap; tau reads delta later."""
-    s_l: gl.constexpr = tile_layout(p.WIDE, p.BM)
+    BM: gl.constexpr = p.V.BM
+    BN: gl.constexpr = p.V.BN
+    s_l: gl.constexpr = tile_layout(p.V.WIDE, BM)
     row_l: gl.constexpr = gl.SliceLayout(0, s_l)
-    PIECES: gl.constexpr = len(pieces(p.DV, p.v_s.shape[1]))
+    PIECES: gl.constexpr = len(pieces(p.V.DV, p.buffers.v.shape[1]))
     # scores grow on top of the bias, which then has no registers and no additions of its own; products over many columns would
     # wait for each other
-    ON_TOP: gl.constexpr = BIASED and not (p.SOFTCAP or p.WIDE)
-    zero = gl.zeros([p.BN, p.BM], gl.float32, s_l)
+    ON_TOP: gl.constexpr = BIASED and not (p.V.SOFTCAP or p.V.WIDE)
+    zero = gl.zeros([BN, BM], gl.float32, s_l)
     bias = zero
     if ON_TOP:
         bias = block_bias(p, turn, zero, b)
-    mbarrier.wait(p.q_full.index(b.stage), b.phase)
+    mbarrier.wait(p.buffers.q_full.index(b.stage), b.phase)
     # 1: s^T = k q^T
-    s_token = mma_over_columns(b.k, b.q, bias, p.D, ON_TOP)
+    s_token = mma_over_columns(b.k, b.q, bias, p.V.D, ON_TOP)
     # row values are read late where registers are short
-    if p.OVERLAP:
-        lse = p.lse_s.index(b.stage).load(row_l)
+    if p.V.OVERLAP:
+        lse = p.buffers.lse.index(b.stage).load(row_l)
     # both warpgroups have read ds of the block before
     barrier()
-    mbarrier.wait(p.do_full.index(b.stage), b.phase)
+    mbarrier.wait(p.buffers.do_full.index(b.stage), b.phase)
     # 2: dp^T = v do^T
-    dp_token = mma_over_columns(b.v, b.do, zero, p.DV)
+    dp_token = mma_over_columns(b.v, b.do, zero, p.V.DV)
     s = warpgroup_mma_wait(PIECES, deps=[s_token])
-    if not p.OVERLAP:
-        lse = p.lse_s.index(b.stage).load(row_l)
-    if p.SOFTCAP:
+    if not p.V.OVERLAP:
+        lse = p.buffers.lse.index(b.stage).load(row_l)
+    if p.V.SOFTCAP:
         # its slope is needed later: the capped score stays in registers, p comes after dp
-        pt = capped(s, p.cap)
+        pt = capped(s, p.units.cap)
     else:
         if BIASED and not ON_TOP:
             s = s + block_bias(p, turn, zero, b)
         pt = block_weights(p, turn, s, lse, b, MASK)
     delta = lse
-    if p.OVERLAP:
-        if not p.TAU:
-            delta = p.delta_s.index(b.stage).load(row_l)
+    if p.V.OVERLAP:
+        if not p.V.TAU:
+            delta = p.buffers.delta.index(b.stage).load(row_l)
         pt = end_block(pt)
         dp, pt = warpgroup_mma_wait(0, deps=[dp_token, pt])
     else:
         dp = warpgroup_mma_wait(0, deps=[dp_token])
-    if not (p.TAU or p.OVERLAP):
-        delta = p.delta_s.index(b.stage).load(row_l)
-    if p.SOFTCAP:
+    if not (p.V.TAU or p.V.OVERLAP):
+        delta = p.buffers.delta.index(b.stage).load(row_l)
+    if p.V.SOFTCAP:
         s = pt
         if BIASED:
             pt = s + block_bias(p, turn, zero, b)
@@ -199,16 +191,16 @@ def weights_and_dp(p, turn, b, MASK: gl.constexpr, BIASED: gl.constexpr):
 def weights_and_ds(p, b, pt, dp, delta, limit, MASK: gl.constexpr, BIASED: gl.constexpr):
     """Weights in 16 bits, and ds before the slope of a cap."""
     s_l: gl.constexpr = pt.type.layout
-    if p.TAU and p.DBIAS and BIASED and p.BM == 128:
+    if p.V.TAU and p.V.DBIAS and BIASED and p.V.BM == 128:
         # one half after the other: together with the sums of ds, all that belongs to them does not fit into registers
         pt_left, pt_right = halves(pt)
         dp_left, dp_right = halves(dp)
-        at_right, ds_right = elastic(p, pt_right, dp_right, b.stage, limit, p.BM // 2, MASK)
+        at_right, ds_right = elastic(p, pt_right, dp_right, b.stage, limit, p.V.BM // 2, MASK)
         ds_right = end_block(ds_right)
         at_left, ds_left = elastic(p, pt_left, dp_left, b.stage, limit, 0, MASK)
         at16 = whole(at_left, at_right, s_l)
         ds = whole(ds_left, ds_right, s_l)
-    elif p.TAU:
+    elif p.V.TAU:
         at16, ds = elastic(p, pt, dp, b.stage, limit, 0, MASK)
     else:
         at16 = pt.to(p.q_desc.dtype)
@@ -227,8 +219,9 @@ def operand(tile16, dk):
 @gluon.jit
 def no_dq(p):
     """A tile of dq that product 4 overwrites."""
-    BD: gl.constexpr = p.k_s.shape[1]
-    return gl.zeros([p.BM, BD], gl.float32, dq_fragments(p.BM, BD))
+    BM: gl.constexpr = p.V.BM
+    BD: gl.constexpr = p.buffers.k.shape[1]
+    return gl.zeros([BM, BD], gl.float32, dq_fragments(BM, BD))
 
 
 @gluon.jit
@@ -244,21 +237,21 @@ def grown(p, b, dk_token, dv_token):
 @gluon.jit
 def wide_products(p, turn, b, dk, dv, at16, ds16):
     """Products 3 to 5 of wide heads: both operands in shared memory, dq added from registers."""
-    p.p_s.store(at16)
-    p.ds_s.store(ds16)
+    p.buffers.p.store(at16)
+    p.buffers.ds.store(ds16)
     fence_async_shared()
     dq_token = no_dq(p)
-    if not p.SPLIT:
+    if not p.V.SPLIT:
         # 4: dq += ds k
-        dq_token = warpgroup_mma(p.ds_s.permute((1, 0)), b.k, dq_token, use_acc=False, is_async=True)
+        dq_token = warpgroup_mma(p.buffers.ds.permute((1, 0)), b.k, dq_token, use_acc=False, is_async=True)
     # 3: dv += p^T do
-    dv_token = warpgroup_mma(p.p_s, b.do, dv, is_async=True)
+    dv_token = warpgroup_mma(p.buffers.p, b.do, dv, is_async=True)
     # 5: dk += ds^T q
-    dk_token = warpgroup_mma(p.ds_s, b.q, dk, is_async=True)
-    if not p.SPLIT:
+    dk_token = warpgroup_mma(p.buffers.ds, b.q, dk, is_async=True)
+    if not p.V.SPLIT:
         # no room for a tile in shared memory; the additions run under the matmuls of dv and dk
-        head = read_field(p, turn, BATCH, p.WARPS) * p.heads + read_field(p, turn, KV_HEAD, p.WARPS) * p.group + b.member
-        row = (head * p.row_tiles + read_field(p, turn, FIRST_TILE, p.WARPS) + b.i) * p.BM
+        head = read_field(p, turn, BATCH, p.V.WARPS) * p.heads + read_field(p, turn, KV_HEAD, p.V.WARPS) * p.group + b.member
+        row = (head * p.row_tiles + read_field(p, turn, FIRST_TILE, p.V.WARPS) + b.i) * p.V.BM
         add_fragments(p.acc_ptr, row, warpgroup_mma_wait(2, deps=[dq_token]))
     return grown(p, b, dk_token, dv_token)
 
@@ -277,21 +270,21 @@ def products_without_dq(p, b, dk, dv, at16, ds16):
 def products(p, turn, count, b, dk, dv, at16, ds16):
     """Products 3 to 5; the tile of dq leaves through shared memory."""
     at16 = operand(at16, dk)
-    p.ds_s.store(ds16)
+    p.buffers.ds.store(ds16)
     # 3: dv += p^T do
     dv_token = warpgroup_mma(at16, b.do, dv, is_async=True)
     fence_async_shared()
     # 4: dq += ds k
-    dq_token = warpgroup_mma(p.ds_s.permute((1, 0)), b.k, no_dq(p), use_acc=False, is_async=True)
+    dq_token = warpgroup_mma(p.buffers.ds.permute((1, 0)), b.k, no_dq(p), use_acc=False, is_async=True)
     dv = warpgroup_mma_wait(1, deps=[dv_token])
     bar_arrive(p.DO_EMPTY + b.stage, BOTH_GROUPS_AND_WARP)
     # 5: dk += ds^T q
     dk_token = warpgroup_mma(operand(ds16, dk), b.q, dk, is_async=True)
     dq = warpgroup_mma_wait(1, deps=[dq_token])
-    mbarrier.wait(p.dq_empty.index(0), ((count + turn if p.EARLY else count) & 1) ^ 1)
-    p.dq_s.store(dq)
+    mbarrier.wait(p.buffers.dq_empty.index(0), ((count + turn if p.V.EARLY else count) & 1) ^ 1)
+    p.buffers.dq.store(dq)
     fence_async_shared()
-    bar_arrive(p.DQ_FULL, BOTH_GROUPS_AND_WARP)
+    bar_arrive(dq_full(p.V.ST), BOTH_GROUPS_AND_WARP)
     dk = warpgroup_mma_wait(0, deps=[dk_token])
     bar_arrive(Q_EMPTY + b.stage, BOTH_GROUPS_AND_WARP)
     return dk, dv
@@ -303,61 +296,18 @@ def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.co
     b = block_of(p, sums.count, member, i)
     s, pt, dp, delta = weights_and_dp(p, turn, b, MASK, BIASED)
     at16, ds = weights_and_ds(p, b, pt, dp, delta, limit, MASK, BIASED)
-    if p.DBIAS and BIASED:
+    if p.V.DBIAS and BIASED:
         leave_diagonals(p, ds, sums.flushes)
-    if p.SOFTCAP:
+    if p.V.SOFTCAP:
         ds = ds * cap_slope(s)
     ds16 = ds.to(p.q_desc.dtype)
-    if p.WIDE:
+    if p.V.WIDE:
         dk, dv = wide_products(p, turn, b, sums.dk, sums.dv, at16, ds16)
-    elif p.SPLIT:
+    elif p.V.SPLIT:
         dk, dv = products_without_dq(p, b, sums.dk, sums.dv, at16, ds16)
     else:
         dk, dv = products(p, turn, sums.count, b, sums.dk, sums.dv, at16, ds16)
     flushes = sums.flushes
-    if p.DBIAS and BIASED:
+    if p.V.DBIAS and BIASED:
         flushes += 1
     return Sums(dk=dk, dv=dv, count=sums.count + 1, flushes=flushes)
-
-
-@gluon.jit
-def row_loop(
-    p,
-    turn,
-    sums,
-    member,
-    limit,
-    FIRST: gl.constexpr,
-    LAST: gl.constexpr,
-    MASK: gl.constexpr = PLAIN,
-    BIASED: gl.constexpr = False,
-):
-    """Row blocks between two of the published borders."""
-    for i in range(read_field(p, turn, FIRST, p.WARPS), read_field(p, turn, LAST, p.WARPS)):
-        sums = row_block(p, turn, sums, member, limit, i, MASK, BIASED)
-    return sums
-
-
-@gluon.jit
-def row_loops(p, turn, sums, member):
-    """All row blocks of one query head."""
-    limit = 0.0
-    if p.TAU:
-        limit = threshold(gl.load(p.tau_ptr + read_field(p, turn, KV_HEAD, p.WARPS) * p.group + member).to(gl.float32))
-    if p.WIDE:
-        # few scores a thread: masking all of them costs less than a second loop
-        EVERY: gl.constexpr = BOTH_ENDS if p.HAS_LEFT else FIRST_ROWS
-        sums = row_loop(p, turn, sums, member, limit, BEGIN, END, EVERY, p.BIAS)
-    else:
-        if p.HAS_LEFT:
-            sums = row_loop(p, turn, sums, member, limit, BEGIN, CAREFUL_END, BOTH_ENDS, p.BIAS)
-        sums = row_loop(p, turn, sums, member, limit, CAREFUL_END, PLAIN_BEGIN, FIRST_ROWS, p.BIAS)
-        if p.BIAS:
-            # rows before the table, rows that meet it
-            if not p.BAND_FIRST:
-                sums = row_loop(p, turn, sums, member, limit, PLAIN_BEGIN, BAND_BEGIN)
-            sums = row_loop(p, turn, sums, member, limit, BAND_BEGIN, BAND_END, PLAIN, True)
-        sums = row_loop(p, turn, sums, member, limit, BAND_END, PLAIN_END)
-        if p.HAS_LEFT:
-            sums = row_loop(p, turn, sums, member, limit, PLAIN_END, END, LAST_ROWS, p.BIAS)
-    return sums

@@ -23,7 +23,7 @@ from backlight.backends.hopper.forward.elastic import elastic_consumer
 from backlight.backends.hopper.forward.producer import producer
 from backlight.backends.hopper.forward.ring import Ring
 from backlight.backends.hopper.forward.tiles import slot_size
-from backlight.backends.hopper.primitives import WM, barriers
+from backlight.backends.hopper.primitives import WM, barriers, tiles_of
 
 
 @gluon.jit
@@ -32,13 +32,6 @@ def consumer(p, W: gl.constexpr):
         elastic_consumer(p, W)
     else:
         plain_consumer(p, W)
-
-
-@gluon.jit
-def tiles_of(dtype: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Shared memory for N tiles [ROWS, COLUMNS]."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
-    return gl.allocate_shared_memory(dtype, [N, ROWS, COLUMNS], layout)
 
 
 @gluon.jit

@@ -1,0 +1,146 @@
+"""Arguments of the backward's kernels: grouped as the host gives them, and as partitions of the main kernels share them.
+
+Integers stand by themselves: inside a tuple Triton would compile the kernel again for other lengths.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from backlight.backends.hopper.compat import Maybe, arguments
+from backlight.backends.hopper.terms import cap_factor, table_of, unit_of
+from backlight.call import Call
+from backlight.spec import LOG2E
+
+# integers of the main kernels: no value of theirs is compiled in
+NUMBERS = [
+    *("dynamic", "counter", "n_segments", "n_tiles", "key_tiles", "row_tiles", "together"),
+    *("heads", "group", "sq", "sk", "left", "right"),
+]
+
+
+class Packing(NamedTuple):
+    """Packed sequences: borders of rows and of keys, the kernel's first tile of each, its first block in padded vectors."""
+
+    cu_q_ptr: Any
+    cu_k_ptr: Any
+    cu_tiles_ptr: Any
+    cu_row_tiles_ptr: Any
+
+
+class RowState(NamedTuple):
+    """Padded vectors of the pre-pass: base-2 lse, delta, tau / n."""
+
+    lse_ptr: Any
+    delta_ptr: Any
+    share_ptr: Any
+
+
+class Terms(NamedTuple):
+    """Learned terms that tiles meet (terms.py). One that is absent is None: neither an argument nor a captured value."""
+
+    table_ptr: Any
+    tau_ptr: Any
+
+
+class Units(NamedTuple):
+    """Factors from ds to dq and dk, from scores to base-2 logits, and under a cap from products to the argument of tanh."""
+
+    scale: Any
+    scale_log2: Any
+    cap: Any
+
+
+def terms_of(call: Call) -> Terms:
+    return Terms(table_of(call), None if call.tau is None else call.tau.contiguous())
+
+
+def units_of(call: Call) -> Units:
+    return Units(call.scale, unit_of(call) * LOG2E, cap_factor(call))
+
+
+def table_numbers(call: Call) -> tuple[int | None, int | None]:
+    """Columns of the bias table, and the one of distance 0."""
+    return (None, None) if call.bias is None else (call.bias.shape[1], call.spec.bias_origin)
+
+
+class Variant(NamedTuple):
+    """What is compiled into a main kernel: it holds no trace of a term that the spec does not have."""
+
+    D: int
+    DV: int
+    # D and Dv as wide as tiles are
+    BD: int
+    BDV: int
+    BM: int
+    BN: int
+    # stages of the rings of q and do
+    ST: int
+    # warps of a partition that multiplies
+    WARPS: int
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    VARLEN: bool
+    # dq has a kernel of its own
+    SPLIT: bool = False
+    # heads beyond 128: the warpgroups split columns
+    WIDE: bool = False
+    # dq leaves by tiles in shared memory
+    DQ_TILES: bool = True
+    # option of BackwardConfig
+    OVERLAP: bool = False
+    # dk and dv leave early, through memory that is not that of K and V
+    EARLY: bool = False
+    BIAS: bool = False
+    DBIAS: bool = False
+    SOFTCAP: bool = False
+    TAU: bool = False
+    # no row before the bias table needs a loop
+    BAND_FIRST: bool = False
+    # slots of the diagonals' accumulator
+    SLOTS: int = 1
+
+
+@arguments
+class Backward:
+    """What the partitions of a main kernel share: the kernel's arguments in their order, then shared memory.
+
+    buffers: of either kernel (kernel.py, narrow/kernel.py); Q_EMPTY, DO_EMPTY: the first named barriers of its rings.
+    """
+
+    q_desc: tma.tensor_descriptor
+    do_desc: tma.tensor_descriptor
+    k_desc: tma.tensor_descriptor
+    v_desc: tma.tensor_descriptor
+    dk_desc: tma.tensor_descriptor
+    dv_desc: tma.tensor_descriptor
+    lse_desc: tma.tensor_descriptor
+    delta_desc: tma.tensor_descriptor
+    acc_desc: Maybe
+    acc_ptr: Maybe
+    share_desc: Maybe
+    diagonals_desc: Maybe
+    terms: Maybe
+    packing: Maybe
+    counter_ptr: gl.tensor
+    dynamic: gl.tensor
+    counter: gl.tensor
+    n_segments: gl.tensor
+    n_tiles: gl.tensor
+    key_tiles: gl.tensor
+    row_tiles: gl.tensor
+    together: gl.tensor
+    heads: gl.tensor
+    group: gl.tensor
+    sq: gl.tensor
+    sk: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    units: Maybe
+    n_bias: Maybe
+    origin: Maybe
+    V: gl.constexpr
+    buffers: Maybe
+    Q_EMPTY: gl.constexpr
+    DO_EMPTY: gl.constexpr

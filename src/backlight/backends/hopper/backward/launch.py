@@ -1,0 +1,120 @@
+"""Launches of the two main kernels: tiles as they read them, numbers, what is compiled in."""
+
+from typing import Any
+
+from torch import Tensor
+
+from backlight.backends.hopper.backward.arguments import Packing, Variant, table_numbers, terms_of, units_of
+from backlight.backends.hopper.backward.dbias import Diagonals
+from backlight.backends.hopper.backward.kernel import _bwd_kernel
+from backlight.backends.hopper.backward.narrow.kernel import ROWS, STAGES, _bwd_narrow_kernel
+from backlight.backends.hopper.backward.prepass import Rows
+from backlight.backends.hopper.compat import LATE_ADDRESSES, OWN_REGISTERS
+from backlight.backends.hopper.config import keys_together, room_for_dv
+from backlight.backends.hopper.launch import Launch, multiprocessors
+from backlight.backends.hopper.primitives import WM
+
+
+def tiles(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, block_m: int, block_n: int) -> list[Any]:
+    """What TMA moves, by `block_m` rows and `block_n` keys."""
+    call, bd, bdv = launch.call, launch.bd, launch.bdv
+    return [
+        launch.rows(call.q, block_m, bd),
+        launch.rows(rows.do, block_m, bdv),
+        launch.rows(call.k, block_n, bd),
+        launch.rows(call.v, block_n, bdv),
+        launch.rows(dk, block_n, bd),
+        launch.rows(dv, block_n, bdv),
+        rows.vector(rows.lse2),
+        rows.vector(rows.delta),
+    ]
+
+
+def numbers(launch: Launch, rows: Rows, n_segments: int, block_n: int) -> tuple[int, list[int]]:
+    """CTAs, and the integers of a kernel with key tiles of `block_n` (arguments.NUMBERS)."""
+    call, config = launch.call, rows.config
+    key_tiles = launch.key_tiles(block_n)
+    n_tiles = key_tiles * launch.batch * launch.kv_heads
+    programs = min(n_tiles, multiprocessors(call.q.device)) if config.persistent else n_tiles
+    dynamic = programs if programs < n_tiles else 0
+    counter = rows.delta.numel() - 64
+    together = keys_together(call, config)
+    return programs, [dynamic, counter, n_segments, n_tiles, key_tiles, rows.tiles, together, *launch.geometry]
+
+
+def main_variant(launch: Launch, rows: Rows, diagonals: Diagonals | None, split: bool) -> Variant:
+    call, config, spec = launch.call, rows.config, launch.call.spec
+    return Variant(
+        **launch.widths,
+        BM=config.block_m,
+        BN=config.block_n,
+        ST=config.stages,
+        WARPS=8,
+        **launch.flags,
+        SPLIT=split,
+        WIDE=config.wide,
+        DQ_TILES=not (split or config.wide),
+        OVERLAP=config.overlap,
+        EARLY=not split and room_for_dv(config, launch.bd, launch.bdv, diagonals is not None),
+        BIAS=call.bias is not None,
+        DBIAS=diagonals is not None,
+        SOFTCAP=spec.softcap is not None,
+        TAU=call.tau is not None,
+        BAND_FIRST=call.bias is not None and spec.right is not None and spec.bias_origin >= spec.right,
+        SLOTS=1 if diagonals is None else diagonals.acc.shape[0],
+    )
+
+
+def main_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, diagonals: Diagonals | None, split: bool) -> None:
+    """dk and dv, and unless `split` the accumulated dq; sums of ds where there are `diagonals`."""
+    call, config, share = launch.call, rows.config, rows.share
+    cu_q, cu_k, cu_tiles, n_segments = launch.packing(call.cu_seqlens_k, config.block_n)
+    packing = Packing(cu_q, cu_k, cu_tiles, rows.first_tiles)
+    terms = terms_of(call)
+    acc = None if config.wide and split else rows.accumulator
+
+    def describe() -> dict[str, Any]:
+        programs, integers = numbers(launch, rows, n_segments, config.block_n)
+        args = [
+            *tiles(launch, rows, dk, dv, config.block_m, config.block_n),
+            None if config.wide else rows.tiles_of_dq(launch.bd, config.block_m),
+            acc if config.wide else None,
+            None if share is None else rows.vector(share),
+            None if diagonals is None else diagonals.boxes,
+            terms,
+            packing,
+            rows.delta,
+            *integers,
+            units_of(call),
+            *table_numbers(call),
+        ]
+        constants = {"V": main_variant(launch, rows, diagonals, split)}
+        return {"grid": (programs,), "args": args, "constants": constants, "num_warps": 8, "maxnreg": 168, **LATE_ADDRESSES}
+
+    sums = None if diagonals is None else diagonals.acc
+    tensors = (call.q, rows.do, call.k, call.v, dk, dv, rows.lse2, rows.delta, acc, share, sums, *terms, *packing, rows.delta)
+    launch.start(_bwd_kernel, tensors, describe)
+
+
+def narrow_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor) -> None:
+    """dk, dv and the accumulated dq of a call without learned terms, heads up to 64."""
+    call, block_n = launch.call, 2 * WM.value
+    cu_q, cu_k, cu_tiles, n_segments = launch.packing(call.cu_seqlens_k, block_n)
+    packing = Packing(cu_q, cu_k, cu_tiles, rows.first_tiles)
+
+    def describe() -> dict[str, Any]:
+        programs, integers = numbers(launch, rows, n_segments, block_n)
+        args = [
+            *tiles(launch, rows, dk, dv, ROWS, WM.value),
+            rows.tiles_of_dq(launch.bd, WM.value),
+            packing,
+            rows.delta,
+            *integers,
+            units_of(call),
+        ]
+        variant = Variant(**launch.widths, BM=ROWS, BN=block_n, ST=STAGES, WARPS=4, **launch.flags)
+        options = {"num_warps": 4, "maxnreg": 168, **LATE_ADDRESSES, **OWN_REGISTERS}
+        return {"grid": (programs,), "args": args, "constants": {"V": variant}, **options}
+
+    state = (rows.lse2, rows.delta, rows.accumulator)
+    launch.start(_bwd_narrow_kernel, (call.q, rows.do, call.k, call.v, dk, dv, *state, *packing, rows.delta), describe)

@@ -1,0 +1,1 @@
+"""The main kernel of the backward for narrow heads without learned terms."""

@@ -1,0 +1,45 @@
+"""The loading partition of the kernel for narrow heads: K and V of the next tile come while this one is worked on."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from backlight.backends.hopper.backward.key_tiles import (
+    drawn,
+    key_tile,
+    load_keys,
+    load_rows,
+    meet_arrivals,
+    publish,
+    publish_end,
+)
+from backlight.backends.hopper.primitives import WM
+
+
+@gluon.jit
+def loader(p):
+    count = p.sq * 0
+    visits = count
+    turn = count
+    number = gl.program_id(0)
+    while number < p.n_tiles:
+        t = key_tile(p, number)
+        publish(p, turn, number, visits, t)
+        if t.end > t.begin:
+            side = visits & 1
+            full = p.buffers.kv_full.index(side)
+            # both reducers have seen that the tile before last is done with
+            mbarrier.wait(p.buffers.kv_empty.index(side), ((visits - 1) >> 1) & 1)
+            mbarrier.expect(full, 2 * (p.k_desc.block_type.nbytes + p.v_desc.block_type.nbytes))
+            for w in gl.static_range(2):
+                load_keys(p, t, p.k_desc, w * WM, full, p.buffers.k.index(side * 2 + w))
+                load_keys(p, t, p.v_desc, w * WM, full, p.buffers.v.index(side * 2 + w))
+            visits += 1
+        for member in range(p.group):
+            for i in range(t.begin, t.end):
+                load_rows(p, t, member, i, count)
+                count += 1
+        turn += 1
+        number = drawn(p)
+    publish_end(p, turn)
+    meet_arrivals(p, count)
