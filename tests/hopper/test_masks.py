@@ -14,6 +14,8 @@ import emulator
 
 from backlight import mask
 from backlight.backends.hopper import BACKEND
+from backlight.backends.hopper.backward import dq_convert, dq_rows, host, prepass
+from backlight.backends.hopper.backward import launch as backward
 from backlight.backends.hopper.forward import host as forward
 from backlight.call import Call
 from backlight.spec import AttentionSpec
@@ -65,11 +67,13 @@ PROBLEMS: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_forward(name: str, late: bool) -> None:
+def test_both_directions(name: str, late: bool) -> None:
     rows, sq, sk, d, lengths, options = PROBLEMS[name]
-    call, _ = call_of(rows, sq, sk, d, lengths, **options)
+    call, dy = call_of(rows, sq, sk, d, lengths, **options)
     assert BACKEND.why_not(call) == ("tensors are on cpu, not on a GPU",)
-    with emulator.emulated(forward, late=late):
+    needs = frozenset({"dq", "dk", "dv", *(f"d{term}" for term in ("sink", "gate") if getattr(call, term) is not None)})
+    with emulator.emulated(forward, backward, dq_convert, dq_rows, prepass, late=late):
         y, lse, _ = forward.forward(call)
-    verdict = judge(call, None, None, {"y": y, "lse": lse})
+        gradients = host.backward(call, y, lse, None, dy, None, needs)
+    verdict = judge(call, dy, None, {"y": y, "lse": lse} | gradients)
     assert verdict.ok, f"{name}\n{verdict}"

@@ -202,6 +202,9 @@ def backward_heuristic(call: Call) -> BackwardConfig:
     if call.spec.softcap is not None:
         # the capped scores stay in registers
         return BackwardConfig(64, 128, overlap=True)
+    if intervals_of(call) == 2:
+        # so do the ends of holes
+        return BackwardConfig(64, 128, overlap=True)
     return BackwardConfig(128, 128, narrow=call.bias is None and call.tau is None)
 
 

@@ -16,7 +16,7 @@ from backlight.spec import LOG2E
 # integers of the main kernels: no value of theirs is compiled in
 NUMBERS = [
     *("dynamic", "counter", "n_segments", "n_tiles", "key_tiles", "row_tiles", "together"),
-    *("heads", "group", "sq", "sk", "left", "right"),
+    *("heads", "group", "sq", "sk", "left", "right", "mask_batch", "mask_head", "most"),
 ]
 
 
@@ -42,6 +42,14 @@ class Terms(NamedTuple):
 
     table_ptr: Any
     tau_ptr: Any
+
+
+class Mask(NamedTuple):
+    """A mask by row intervals: them, and the row blocks that see each key tile (intervals/kernels.py)."""
+
+    folded_ptr: Any
+    live_ptr: Any
+    counts_ptr: Any
 
 
 class Units(NamedTuple):
@@ -100,6 +108,8 @@ class Variant(NamedTuple):
     BAND_FIRST: bool = False
     # slots of the diagonals' accumulator
     SLOTS: int = 1
+    # row intervals of a key: 0 without such a mask, which has causal and window folded in
+    INTERVALS: int = 0
 
 
 @arguments
@@ -140,6 +150,10 @@ class Backward:
     units: Maybe
     n_bias: Maybe
     origin: Maybe
+    mask: Maybe
+    mask_batch: Maybe
+    mask_head: Maybe
+    most: Maybe
     V: gl.constexpr
     buffers: Maybe
     Q_EMPTY: gl.constexpr

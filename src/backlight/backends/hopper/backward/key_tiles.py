@@ -32,6 +32,8 @@ PLAIN = gl.constexpr(0)
 FIRST_ROWS = gl.constexpr(1)
 LAST_ROWS = gl.constexpr(2)
 BOTH_ENDS = gl.constexpr(3)
+# those outside of the keys' row intervals
+OUTSIDE = gl.constexpr(4)
 # what is published of a tile; a number below 0 ends the work
 SLOT = gl.constexpr(32)
 NUMBER = gl.constexpr(0)
@@ -54,6 +56,8 @@ END = gl.constexpr(15)
 FIRST_ROW = gl.constexpr(16)
 END_ROW = gl.constexpr(17)
 KEYS = gl.constexpr(18)
+# the tile's number among those of a key head, over all packed sequences
+TILE = gl.constexpr(19)
 
 
 @arguments
@@ -61,7 +65,8 @@ class KeyTile:
     """Keys [j0, j0 + BN) of a key head, and the row blocks that see them.
 
     begin <= careful_end <= plain_begin <= band_begin <= band_end <= plain_end <= end: blocks that need both limits of a mask,
-    the first, none, the last; within the band those that meet the bias table.
+    the first, none, the last; within the band those that meet the bias table. Under a mask by row intervals lists say which
+    blocks those are (visits.py), and end is how many there are for all query heads.
     """
 
     b: gl.tensor
@@ -79,6 +84,7 @@ class KeyTile:
     band_end: gl.tensor
     plain_end: gl.tensor
     end: gl.tensor
+    tile: gl.tensor
 
 
 @gluon.jit
@@ -136,6 +142,8 @@ def publish(p, turn, number, visit, t):
     write_field(p, turn, FIRST_ROW, t.j0 - p.right - (t.sk - t.sq))
     write_field(p, turn, END_ROW, t.j0 + p.left - (t.sk - t.sq) + 1)
     write_field(p, turn, KEYS, t.sk - t.j0)
+    if p.V.INTERVALS > 0:
+        write_field(p, turn, TILE, t.tile)
     mbarrier.arrive(p.buffers.tile_full.index(turn & 1), count=1)
 
 
@@ -172,6 +180,7 @@ def published_tile(p, turn):
         band_end=read_field(p, turn, BAND_END, 1),
         plain_end=read_field(p, turn, PLAIN_END, 1),
         end=read_field(p, turn, END, 1),
+        tile=read_field(p, turn, TILE, 1) if p.V.INTERVALS > 0 else p.sq * 0,
     )
 
 
@@ -183,6 +192,7 @@ def key_tile(p, number):
     rank = number % (p.key_tiles * p.together)
     head = section * p.together + rank % p.together
     tile = rank // p.together
+    number_of_tile = tile
     q_start = tile * 0
     k_start = tile * 0
     first_tile = tile * 0
@@ -190,7 +200,7 @@ def key_tile(p, number):
     sk = p.sk
     if p.V.VARLEN:
         z, earlier = locate(tile, p.packing.cu_tiles_ptr, p.n_segments)
-        tile -= earlier
+        tile = tile - earlier
         last = gl.minimum(z, p.n_segments - 1)
         q_start = gl.load(p.packing.cu_q_ptr + last)
         k_start = gl.load(p.packing.cu_k_ptr + last)
@@ -202,6 +212,14 @@ def key_tile(p, number):
     begin, plain_begin, plain_end, end = row_blocks(j0, last_key, sq, sk, p.left, p.right, p.V.BM, p.V.HAS_LEFT, p.V.HAS_RIGHT)
     if p.V.VARLEN:
         end = gl.where(sk > 0, end, begin)
+    b = head // kv_heads
+    kv_head = head % kv_heads
+    if p.V.INTERVALS > 0:
+        begin = tile * 0
+        end = tile * 0
+        for member in range(gl.where(p.mask_head == 0, 1, p.group)):
+            owner = owner_of(p, mask_of(p, b, kv_head, member), number_of_tile)
+            end = end + gl.load(p.mask.counts_ptr + 2 * owner) + gl.load(p.mask.counts_ptr + 2 * owner + 1)
     careful_end = begin
     ragged = j0 + p.V.BN > sk
     if p.V.HAS_LEFT:
@@ -220,8 +238,8 @@ def key_tile(p, number):
         band_begin = clamp(band_begin, plain_begin, plain_end)
         band_end = clamp(band_end, band_begin, plain_end)
     return KeyTile(
-        b=head // kv_heads,
-        kv_head=head % kv_heads,
+        b=b,
+        kv_head=kv_head,
         q_start=q_start,
         k_start=k_start,
         sq=sq,
@@ -235,7 +253,37 @@ def key_tile(p, number):
         band_end=band_end,
         plain_end=plain_end,
         end=end,
+        tile=number_of_tile,
     )
+
+
+@gluon.jit
+def mask_of(p, b, kv_head, member):
+    """The number of the mask by row intervals that a query head has."""
+    return b * p.mask_batch + (kv_head * p.group + member) * p.mask_head
+
+
+@gluon.jit
+def owner_of(p, m, tile):
+    """The number of a key tile among those of all masks."""
+    return m.to(gl.int64) * p.key_tiles + tile
+
+
+@gluon.jit
+def rows_within(p, turn, s, offset, member, i):
+    """Which rows of block i lie in the row intervals of the keys from j0 + offset on: a tile like s [keys, rows]."""
+    N: gl.constexpr = 2 * p.V.INTERVALS
+    HELD: gl.constexpr = p.V.BM // 2 if p.V.WIDE else p.V.BM
+    m = mask_of(p, read_field(p, turn, BATCH, p.V.WARPS), read_field(p, turn, KV_HEAD, p.V.WARPS), member)
+    # `folded` has one tile more for each mask
+    first_ptr = p.mask.folded_ptr + (owner_of(p, m, read_field(p, turn, TILE, p.V.WARPS)) + m) * (N * p.V.BN) + offset
+    keys = first_ptr + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+    begin = i * p.V.BM
+    seen = rows_from(s, gl.load(keys) - begin, HELD, True) & rows_before(s, gl.load(keys + p.V.BN) - begin, HELD, True)
+    if p.V.INTERVALS == 2:
+        before = rows_before(s, gl.load(keys + 2 * p.V.BN) - begin, HELD, True)
+        seen = seen & (before | rows_from(s, gl.load(keys + 3 * p.V.BN) - begin, HELD, True))
+    return seen
 
 
 @gluon.jit
