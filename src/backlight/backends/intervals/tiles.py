@@ -61,7 +61,8 @@ def live_tiles(start: Start, call: Call, tiling: Tiling, of_rows: bool) -> LiveT
     assert rows is not None
     batch = max(rows.shape[0], 1 if pos is None else pos.shape[0])
     heads, intervals = rows.shape[1], rows.shape[2] // 2
-    owned, most = (tiling.row_tiles, tiling.key_tiles) if of_rows else (tiling.key_tiles, tiling.row_tiles)
+    # a list for each key tile of `folded`
+    owned, most = (tiling.row_tiles, tiling.key_tiles) if of_rows else (tiling.key_tiles + 1, tiling.row_tiles)
     masks, ends = batch * heads, (tiling.key_tiles + 1) * intervals
     folded, extremes, live, counts = (
         torch.empty(shape, dtype=torch.int32, device=rows.device)

@@ -56,8 +56,8 @@ END = gl.constexpr(15)
 FIRST_ROW = gl.constexpr(16)
 END_ROW = gl.constexpr(17)
 KEYS = gl.constexpr(18)
-# the tile's number among those of a key head, over all packed sequences
-TILE = gl.constexpr(19)
+# under a mask by row intervals: the number of the tile in the mask of the first query head
+OWNER = gl.constexpr(19)
 
 
 @arguments
@@ -84,7 +84,7 @@ class KeyTile:
     band_end: gl.tensor
     plain_end: gl.tensor
     end: gl.tensor
-    tile: gl.tensor
+    owner: gl.tensor
 
 
 @gluon.jit
@@ -143,7 +143,7 @@ def publish(p, turn, number, visit, t):
     write_field(p, turn, END_ROW, t.j0 + p.left - (t.sk - t.sq) + 1)
     write_field(p, turn, KEYS, t.sk - t.j0)
     if p.V.INTERVALS > 0:
-        write_field(p, turn, TILE, t.tile)
+        write_field(p, turn, OWNER, t.owner)
     mbarrier.arrive(p.buffers.tile_full.index(turn & 1), count=1)
 
 
@@ -180,7 +180,7 @@ def published_tile(p, turn):
         band_end=read_field(p, turn, BAND_END, 1),
         plain_end=read_field(p, turn, PLAIN_END, 1),
         end=read_field(p, turn, END, 1),
-        tile=read_field(p, turn, TILE, 1) if p.V.INTERVALS > 0 else p.sq * 0,
+        owner=read_field(p, turn, OWNER, 1) if p.V.INTERVALS > 0 else p.sq * 0,
     )
 
 
@@ -192,7 +192,7 @@ def key_tile(p, number):
     rank = number % (p.key_tiles * p.together)
     head = section * p.together + rank % p.together
     tile = rank // p.together
-    number_of_tile = tile
+    owner = tile
     q_start = tile * 0
     k_start = tile * 0
     first_tile = tile * 0
@@ -215,11 +215,12 @@ def key_tile(p, number):
     b = head // kv_heads
     kv_head = head % kv_heads
     if p.V.INTERVALS > 0:
+        owner = owner + b * p.mask_batch + kv_head * p.group * p.mask_head
         begin = tile * 0
         end = tile * 0
         for member in range(gl.where(p.mask_head == 0, 1, p.group)):
-            owner = owner_of(p, mask_of(p, b, kv_head, member), number_of_tile)
-            end = end + gl.load(p.mask.counts_ptr + 2 * owner) + gl.load(p.mask.counts_ptr + 2 * owner + 1)
+            counts_ptr = p.mask.counts_ptr + 2 * (owner + member * p.mask_head)
+            end = end + gl.load(counts_ptr) + gl.load(counts_ptr + 1)
     careful_end = begin
     ragged = j0 + p.V.BN > sk
     if p.V.HAS_LEFT:
@@ -253,30 +254,16 @@ def key_tile(p, number):
         band_end=band_end,
         plain_end=plain_end,
         end=end,
-        tile=number_of_tile,
+        owner=owner,
     )
-
-
-@gluon.jit
-def mask_of(p, b, kv_head, member):
-    """The number of the mask by row intervals that a query head has."""
-    return b * p.mask_batch + (kv_head * p.group + member) * p.mask_head
-
-
-@gluon.jit
-def owner_of(p, m, tile):
-    """The number of a key tile among those of all masks."""
-    return m.to(gl.int64) * p.key_tiles + tile
 
 
 @gluon.jit
 def rows_within(p, turn, s, offset, member, i):
     """Which rows of block i lie in the row intervals of the keys from j0 + offset on: a tile like s [keys, rows]."""
-    N: gl.constexpr = 2 * p.V.INTERVALS
     HELD: gl.constexpr = p.V.BM // 2 if p.V.WIDE else p.V.BM
-    m = mask_of(p, read_field(p, turn, BATCH, p.V.WARPS), read_field(p, turn, KV_HEAD, p.V.WARPS), member)
-    # `folded` has one tile more for each mask
-    first_ptr = p.mask.folded_ptr + (owner_of(p, m, read_field(p, turn, TILE, p.V.WARPS)) + m) * (N * p.V.BN) + offset
+    owner = read_field(p, turn, OWNER, p.V.WARPS) + member * p.mask_head
+    first_ptr = p.mask.folded_ptr + owner.to(gl.int64) * (2 * p.V.INTERVALS * p.V.BN) + offset
     keys = first_ptr + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
     begin = i * p.V.BM
     seen = rows_from(s, gl.load(keys) - begin, HELD, True) & rows_before(s, gl.load(keys + p.V.BN) - begin, HELD, True)

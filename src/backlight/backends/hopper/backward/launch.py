@@ -57,7 +57,10 @@ def mask_arguments(tiles: LiveTiles | None) -> tuple[Any, ...]:
     """mask, mask_batch, mask_head, most."""
     if tiles is None:
         return (None,) * 4
-    return Mask(tiles.folded, tiles.live, tiles.counts), tiles.batch_step, tiles.head_step, tiles.most
+    # steps from mask to mask in key tiles, of which `folded` has one more than there are
+    owned = tiles.counts.shape[1]
+    mask = Mask(tiles.folded, tiles.live, tiles.counts)
+    return mask, tiles.batch_step * owned, tiles.head_step * owned, tiles.most
 
 
 def main_variant(launch: Launch, rows: Rows, diagonals: Diagonals | None, split: bool) -> Variant:

@@ -45,7 +45,7 @@ def reducer(p):
         t = published_tile(p, turn)
         if p.V.INTERVALS > 0 and p.V.DQ_TILES:
             for member in range(p.group):
-                visits = visits_of(p, t.b, t.kv_head, t.tile, member)
+                visits = visits_of(p, t, member)
                 for j in range(visits.cut + visits.full):
                     add_dq(p, t, member, visited(p, visits, j), dq_tile)
         elif p.V.DBIAS or p.V.DQ_TILES:

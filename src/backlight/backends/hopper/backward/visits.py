@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from backlight.backends.hopper.backward.key_tiles import BATCH, KV_HEAD, TILE, load_rows, mask_of, owner_of, read_field
+from backlight.backends.hopper.backward.key_tiles import OWNER, load_rows, read_field
 from backlight.backends.hopper.compat import arguments
 from backlight.backends.intervals.kernels import KINDS
 
@@ -18,32 +18,29 @@ class Visits:
 
 
 @gluon.jit
-def visits_of(p, b, kv_head, tile, member):
-    owner = owner_of(p, mask_of(p, b, kv_head, member), tile)
+def visits_of(p, t, member):
+    owner = t.owner + member * p.mask_head
     cut = gl.load(p.mask.counts_ptr + 2 * owner)
     full = gl.load(p.mask.counts_ptr + 2 * owner + 1)
-    return Visits(p.mask.live_ptr + owner * p.most, cut, full)
-
-
-@gluon.jit
-def published_owner(p, turn, member):
-    """`owner_of` the published tile, for partitions that multiply: they have no registers to keep `Visits` in."""
-    WARPS: gl.constexpr = p.V.WARPS
-    m = mask_of(p, read_field(p, turn, BATCH, WARPS), read_field(p, turn, KV_HEAD, WARPS), member)
-    return owner_of(p, m, read_field(p, turn, TILE, WARPS))
+    return Visits(p.mask.live_ptr + owner.to(gl.int64) * p.most, cut, full)
 
 
 @gluon.jit
 def published_count(p, turn, member, FULL: gl.constexpr):
     """How many row blocks of the published tile have to be masked (0), or not (1)."""
-    return gl.load(p.mask.counts_ptr + 2 * published_owner(p, turn, member) + FULL)
+    owner = read_field(p, turn, OWNER, p.V.WARPS) + member * p.mask_head
+    return gl.load(p.mask.counts_ptr + 2 * owner + FULL)
 
 
 @gluon.jit
 def published_visit(p, turn, member, j, FULL: gl.constexpr):
-    """Row block number j of those that have to be masked (0), or not (1)."""
+    """Row block number j of those that have to be masked (0), or not (1).
+
+    Partitions that multiply have no registers in which to keep `Visits`.
+    """
+    owner = read_field(p, turn, OWNER, p.V.WARPS) + member * p.mask_head
     at = p.most - 1 - j if FULL else j
-    return gl.load(p.mask.live_ptr + published_owner(p, turn, member) * p.most + at) // KINDS
+    return gl.load(p.mask.live_ptr + owner.to(gl.int64) * p.most + at) // KINDS
 
 
 @gluon.jit
@@ -58,7 +55,7 @@ def load_every_row(p, t, count):
     """The row blocks of all query heads that see a key tile into the rings; how many were loaded so far."""
     for member in range(p.group):
         if p.V.INTERVALS > 0:
-            visits = visits_of(p, t.b, t.kv_head, t.tile, member)
+            visits = visits_of(p, t, member)
             for j in range(visits.cut + visits.full):
                 load_rows(p, t, member, visited(p, visits, j), count)
                 count += 1

@@ -135,8 +135,11 @@ def send(p, tile, head, z, block, ticket, count, turn):
             # asked for while this block waits for its stages
             entry = next_entry(p, visits, j + 1)
             feed(p, p.k, p.k_desc, count, b, h // p.group, k_start, sk, key)
-            feed_intervals(p, visits, visited, count)
-            load_stage(p, p.v, p.v_desc, count, b, h // p.group, k_start, sk, key)
+            if j < visits.cut:
+                feed_intervals(p, visits, visited, count)
+                load_stage(p, p.v, p.v_desc, count, b, h // p.group, k_start, sk, key)
+            else:
+                feed(p, p.v, p.v_desc, count, b, h // p.group, k_start, sk, key)
         else:
             feed(p, p.k, p.k_desc, count + ahead, b, h // p.group, k_start, sk, key)
             feed(p, p.v, p.v_desc, count, b, h // p.group, k_start, sk, key)

@@ -52,7 +52,7 @@ def reducer(p, W: gl.constexpr):
         fresh = t.end > t.begin
         for member in range(p.group):
             if p.V.INTERVALS > 0:
-                blocks = visits_of(p, t.b, t.kv_head, t.tile, member)
+                blocks = visits_of(p, t, member)
                 for j in range(blocks.cut + blocks.full):
                     following = tile_row(p, t, member, visited(p, blocks, j)) + W * WM
                     visits = add_dq_of_before(p, row, fresh, visits, W)
