@@ -126,6 +126,21 @@ def prepass(rows: int, dtype: torch.dtype = torch.float16) -> None:
     run(launch.Launch(call), tiles, call.q, lse, None, call.q, None, True, {}, frozenset(("dq", "dk", "dv")))
 
 
+def check_alike(jitted: tuple[Any, ...], direct: tuple[Any, ...]) -> None:
+    """Arguments of two launches, groups of them included; what was a tensor is an address."""
+    assert len(jitted) == len(direct)
+    for theirs, ours in zip(jitted, direct, strict=True):
+        if isinstance(theirs, torch.Tensor):
+            assert isinstance(ours, replay.Address)
+        elif isinstance(theirs, tuple):
+            assert isinstance(ours, tuple)
+            check_alike(theirs, ours)
+        else:
+            assert type(theirs) is type(ours)
+            if isinstance(theirs, (int, float, str, bool)):
+                assert theirs == ours
+
+
 def test_direct_launches_pass_what_triton_passes(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second time on Triton's JIT is not asked; the launcher gets the same kinds of arguments in the same order."""
     prepass(100)
@@ -134,15 +149,7 @@ def test_direct_launches_pass_what_triton_passes(driver: Driver, monkeypatch: py
         patch.setattr(type(_prepass_kernel), "run", None)
         prepass(100)
     assert len(driver.launches) == 2
-    jitted, direct = driver.launches
-    assert len(jitted) == len(direct)
-    for theirs, ours in zip(jitted, direct, strict=True):
-        if isinstance(theirs, torch.Tensor):
-            assert isinstance(ours, replay.Address)
-            continue
-        assert type(theirs) is type(ours)
-        if isinstance(theirs, (int, float, str, bool)):
-            assert theirs == ours
+    check_alike(*driver.launches)
 
 
 def test_lengths_do_not_compile_again(driver: Driver) -> None:
