@@ -217,7 +217,7 @@ def test_unreadable_strides_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.zeros(2, 4, 64, 64, dtype=torch.float16)
     call = Call(AttentionSpec(), q, q, q[:1].expand_as(q))
     monkeypatch.setattr("backlight.backends.hopper.capability", lambda device: (9, 0))
-    moved = SimpleNamespace(spec=call.spec, scale=call.scale, k=call.k, v=call.v)
+    moved = SimpleNamespace(spec=call.spec, scale=call.scale, k=call.k, v=call.v, rows=None)
     moved.q = SimpleNamespace(**{name: getattr(q, name) for name in ("dtype", "shape", "stride", "data_ptr", "numel")})
     moved.q.device = torch.device("cuda")
     assert BACKEND._find_reasons(moved) == (

@@ -17,8 +17,8 @@ def start(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: di
     """`kernel[grid](*args, **constants, **options)`, without Triton's search for the compiled kernel from the second time on.
 
     Constants are the last parameters of the kernel. What else can make Triton compile again is in the key: device, dtypes,
-    alignment of pointers, tiles of descriptors, integers that need 64 bits. The kernels specialise on no other value, except for integers inside a
-    tuple: there Triton does not ask whether it should.
+    alignment of pointers, tiles of descriptors, integers that need 64 bits. The kernels specialise on no other value, except
+    for integers inside a tuple: there Triton does not ask whether it should.
 
     Returns the compiled kernel; None from a stand-in of the tests.
     """
