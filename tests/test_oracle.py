@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError, gradcheck
 
-from backlight.call import Call
+from backlight.call import Call, counting_tensors
 from backlight.reference import (
     BACKWARD,
     FORWARD,
@@ -115,7 +115,7 @@ class Differentiable(torch.autograd.Function):
 
 def rebind(call: Call, tensors: dict[str, Tensor]) -> Call:
     terms = [tensors.get(name) for name in LEARNED]
-    return Call(call.spec, *terms, call.cu_seqlens_q, call.cu_seqlens_k)
+    return Call(call.spec, *terms, *counting_tensors(call))
 
 
 def check_gradients(case: Case, seed: int = 0, fast: bool = False) -> None:

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from backlight import mask
     from backlight.api import Explanation, attention, attention_varlen, explain
     from backlight.attention_statistics import AttentionStatistics, statistics
     from backlight.errors import Unsupported
@@ -23,6 +24,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "explain",
+    "mask",
     "statistics",
 ]
 
@@ -39,6 +41,8 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "mask":
+        return importlib.import_module(f"{__name__}.mask")
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _load()

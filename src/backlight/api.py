@@ -12,9 +12,10 @@ from typing_extensions import Unpack
 
 from backlight import direct, operators, registry
 from backlight.arguments import shown
-from backlight.binding import Tensors, Window, bind, bind_like_before, tensors_given
+from backlight.binding import Tensors, Window, bind, bind_like_before, mask_tensors, tensors_given
 from backlight.call import Call
 from backlight.contexts import Context, blocks, innermost
+from backlight.mask import Mask
 from backlight.spec import LEARNED
 
 
@@ -30,6 +31,7 @@ class Options(TypedDict, total=False):
     sink: Tensor | None
     tau: Tensor | None
     gate: Tensor | None
+    mask: Mask | None
     deterministic: bool | None
     backend: str | None
     context: Context | None
@@ -59,6 +61,7 @@ def attention(
     sink: Tensor | None = None,
     tau: Tensor | None = None,
     gate: Tensor | None = None,
+    mask: Mask | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str | None = None,
@@ -79,6 +82,7 @@ def attention(
         sink: [Hq] learned logit in the denominator.
         tau: [Hq] elastic softmax: weights are relu(p + tau / n), n = visible keys of the row; negative tau prunes.
         gate: [B, Hq, Sq, Dv]; the output is multiplied by sigmoid(gate).
+        mask: which rows see a key, by intervals of rows (`backlight.mask`), on top of causal and window.
         return_lse: also return the log-sum-exp of each row, differentiable.
         deterministic: bitwise repeatable backward; None follows torch.are_deterministic_algorithms_enabled().
         backend: a backend's name, which never falls back; None chooses (see `explain`).
@@ -96,7 +100,8 @@ def attention(
         "softcap": softcap,
         "bias_origin": bias_origin,
     }
-    return _attend((q, k, v, bias, sink, tau, gate, None, None), options, False, return_lse, backend, context)
+    tensors = (q, k, v, bias, sink, tau, gate, *mask_tensors(mask), None, None)
+    return _attend(tensors, options, False, return_lse, backend, context)
 
 
 @overload
@@ -141,6 +146,7 @@ def attention_varlen(
     sink: Tensor | None = None,
     tau: Tensor | None = None,
     gate: Tensor | None = None,
+    mask: Mask | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str | None = None,
@@ -152,7 +158,9 @@ def attention_varlen(
         q, k, v: [Tq, Hq, D], [Tk, Hkv, D], [Tk, Hkv, Dv]: sequences one after another.
         cu_seqlens_q: [Z + 1] int32 or int64: sequence z owns rows cu_seqlens_q[z] .. cu_seqlens_q[z + 1] - 1.
         cu_seqlens_k: the same for keys; None = cu_seqlens_q. Sequences may be empty on either side.
-        gate: [Tq, Hq, Dv]. The other keywords are those of `attention`; alignment and distances are per sequence.
+        gate: [Tq, Hq, Dv].
+        mask: of one batch entry, its rows counted over all of q. The other keywords are those of `attention`; alignment and
+            distances are per sequence.
 
     Returns:
         y [Tq, Hq, Dv]; with `return_lse` also lse [Hq, Tq].
@@ -165,7 +173,7 @@ def attention_varlen(
         "softcap": softcap,
         "bias_origin": bias_origin,
     }
-    tensors = (q, k, v, bias, sink, tau, gate, cu_seqlens_q, cu_seqlens_k)
+    tensors = (q, k, v, bias, sink, tau, gate, *mask_tensors(mask), cu_seqlens_q, cu_seqlens_k)
     return _attend(tensors, options, True, return_lse, backend, context)
 
 

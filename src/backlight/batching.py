@@ -16,11 +16,13 @@ from backlight.spec import LEARNED, TENSOR_NAMES, TENSORS
 # the axis of heads in each tensor of the two operators
 HEADS = {each.name: place for each in TENSORS for place, axis in enumerate(each.axes) if axis in ("heads", "kv_heads")}
 HEADS |= dict.fromkeys(("y", "u", "lse", "dy", "dlse"), 1)
-BORDERS = TENSOR_NAMES[len(LEARNED) :]
+BORDERS = ("cu_seqlens_q", "cu_seqlens_k")
+# those that may have one head for all of them
+SHARED_HEADS = tuple(each.name for each in TENSORS if each.name in HEADS and not each.learned)
 SAVED = ("y", "lse", "u", "dy", "dlse")
 
 
-def fold(name: str, x: Tensor | None, axis: int | None, size: int) -> Tensor | None:
+def fold(name: str, x: Tensor | None, axis: int | None, size: int, heads_of_q: int) -> Tensor | None:
     """A tensor with `size` times its heads: batched along `axis`, or the same for every entry (None)."""
     if x is None or (axis is None and not x.numel()):
         return x
@@ -30,11 +32,22 @@ def fold(name: str, x: Tensor | None, axis: int | None, size: int) -> Tensor | N
             advice = ": pack the sequences of all entries instead" if name in BORDERS else ", which has no axis of heads"
             raise NotImplementedError(f"torch.func.vmap over {name} is not supported{advice}")
         return x
+    if name in SHARED_HEADS:
+        if axis is None and x.shape[heads] == 1:
+            return x
+        if axis is not None:
+            x, axis = x.movedim(axis, heads), heads
+            x = x.expand(*x.shape[: heads + 1], heads_of_q, *x.shape[heads + 2 :])
     if axis is None:
         x = x.unsqueeze(heads).expand(*x.shape[:heads], size, *x.shape[heads:])
     else:
         x = x.movedim(axis, heads)
     return x.flatten(heads, heads + 1)
+
+
+def _heads_of(q: Tensor, axis: int | None) -> int:
+    """Query heads of one entry."""
+    return q.shape[1] if axis is None else q.movedim(axis, 0).shape[2]
 
 
 def unfold(x: Tensor, heads: int, size: int) -> tuple[Tensor, int | None]:
@@ -45,7 +58,8 @@ def unfold(x: Tensor, heads: int, size: int) -> tuple[Tensor, int | None]:
 def attention(run: Callable[..., Any], size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
     """`size` forwards in one: results and where their new axes are; `run` takes the folded arguments."""
     count = len(TENSOR_NAMES)
-    folded = [fold(*entry, size) for entry in zip(TENSOR_NAMES, args[:count], in_dims[:count], strict=True)]
+    heads = _heads_of(args[0], in_dims[0])
+    folded = [fold(*entry, size, heads) for entry in zip(TENSOR_NAMES, args[:count], in_dims[:count], strict=True)]
     found = [unfold(x, 1, size) for x in run(*folded, *args[count:])]
     return tuple(x for x, _ in found), tuple(axis for _, axis in found)
 
@@ -53,8 +67,9 @@ def attention(run: Callable[..., Any], size: int, in_dims: tuple[Any, ...], args
 def attention_backward(run: Callable[..., Any], size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
     count = len(TENSOR_NAMES)
     first = len(args) - 1 - len(SAVED)
-    folded = [fold(*entry, size) for entry in zip(TENSOR_NAMES, args[:count], in_dims[:count], strict=True)]
-    saved = [fold(*entry, size) for entry in zip(SAVED, args[first:-1], in_dims[first:-1], strict=True)]
+    heads = _heads_of(args[0], in_dims[0])
+    folded = [fold(*entry, size, heads) for entry in zip(TENSOR_NAMES, args[:count], in_dims[:count], strict=True)]
+    saved = [fold(*entry, size, heads) for entry in zip(SAVED, args[first:-1], in_dims[first:-1], strict=True)]
     grads = run(*folded, *args[count:first], *saved, args[-1])
     found = [unfold(x, HEADS[name], size) for name, x in zip(LEARNED, grads, strict=True)]
     return tuple(x for x, _ in found), tuple(axis for _, axis in found)

@@ -18,14 +18,15 @@ from backlight._private.torch import any_autocast
 from backlight.arguments import shown
 from backlight.call import Call, Memory, call_with, layout_of
 from backlight.checking import check, check_is_tensor, check_ranks
-from backlight.spec import LARGEST, LEARNED, SEQUENCE_OF, TENSOR_NAMES, TENSORS, TERM_NAMES, AttentionSpec
+from backlight.mask import Mask
+from backlight.spec import LARGEST, SEQUENCE_OF, TENSOR_NAMES, TENSORS, TERM_NAMES, AttentionSpec
 
 Window = tuple[int | None, int | None]
 # of a call, in the order of `spec.TENSORS`, as they came: packed ones are [T, H, D]
 Tensors = tuple[Any, ...]
 
 # where the borders begin
-FIRST_BORDER = len(LEARNED)
+FIRST_BORDER = len(TENSORS) - 2
 # which tensors have rows or keys, and which have the dtype of q
 _BY_SEQUENCE = tuple(name in SEQUENCE_OF for name in TENSOR_NAMES)
 _LIKE_Q = tuple(each.like_q for each in TENSORS)
@@ -33,7 +34,20 @@ _LIKE_Q = tuple(each.like_q for each in TENSORS)
 
 def tensors_given(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, options: dict[str, Any]) -> Tensors:
     """The tensors of a call whose terms stand among its options, which are left without them."""
+    if options.get("mask") is not None:
+        options |= dict(zip(("rows", "pos"), mask_tensors(options["mask"]), strict=True))
+    options.pop("mask", None)
     return (q, k, v, *[options.pop(name, None) for name in TERM_NAMES], cu_seqlens_q, cu_seqlens_k)
+
+
+def mask_tensors(mask: Any) -> tuple[Any, Any]:
+    """The tensors of a mask, which is one term for the caller and two for the call."""
+    if mask is None:
+        return None, None
+    if not isinstance(mask, Mask):
+        advice = "; backlight.mask.from_dense makes one of a boolean tensor" if isinstance(mask, Tensor) else ""
+        raise TypeError(f"mask must be a backlight.mask.Mask or None, got {shown(mask)}{advice}")
+    return mask.rows, mask.pos
 
 
 def bind(tensors: Tensors, options: dict[str, Any], packed: bool) -> Call:
@@ -60,8 +74,8 @@ def _batch_of_one(tensors: Tensors) -> Tensors:
     """Packed [T, H, D] as the batched case B = 1, in place; borders of the keys are those of the rows where none came."""
     *_, cu_q, cu_k = tensors
     check_is_tensor("cu_seqlens_q", cu_q)
-    given = zip(TENSORS, tensors, strict=True)
-    check_ranks({each.name: x for each, x in given if each.sequence and (x is not None or not each.optional)}, 3, "[T, H, D]")
+    given = [(each, x) for each, x in zip(TENSORS, tensors, strict=True) if each.name in SEQUENCE_OF]
+    check_ranks({each.name: x for each, x in given if x is not None or not each.optional}, 3, "[T, H, D]")
     cu_k = cu_q if cu_k is None else cu_k
     check_is_tensor("cu_seqlens_k", cu_k)
     # kernels read borders one after another; shared ones stay one tensor

@@ -40,7 +40,7 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """q [B,Hq,Sq,D], k [B,Hkv,Sk,D], v [B,Hkv,Sk,Dv], learned terms, and cu_seqlens [Z+1] when sequences are packed.
+    """q [B,Hq,Sq,D], k [B,Hkv,Sk,D], v [B,Hkv,Sk,Dv], the terms, and cu_seqlens [Z+1] when sequences are packed.
 
     The tensors are those of `spec.TENSORS`, in that order. A call is not changed once it is made. (`frozen=True` would enforce
     that, but making a frozen instance takes as long as a launch.)
@@ -54,6 +54,8 @@ class Call:
     sink: Tensor | None = None
     tau: Tensor | None = None
     gate: Tensor | None = None
+    rows: Tensor | None = None
+    pos: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     deterministic: bool = False
@@ -113,7 +115,7 @@ class Call:
     @property
     def gradients(self) -> tuple[str, ...]:
         """Names of the gradients this call has, in argument order."""
-        return ("dq", "dk", "dv", *(f"d{term}" for term in self.spec.terms))
+        return ("dq", "dk", "dv", *(f"d{term}" for term in self.spec.terms if term in LEARNED))
 
     def check_borders(self) -> None:
         """Raises where cu_seqlens are not borders of these rows and keys; where reading them waits for a device, once for each
@@ -143,9 +145,10 @@ class Call:
         return packed_segments(cu_q, cu_k)
 
 
-# the tensors of a call in the order of `spec.TENSORS`, and those with a gradient
+# the tensors of a call in the order of `spec.TENSORS`: all, those with a gradient, and those that follow them
 all_tensors = attrgetter(*TENSOR_NAMES)
 learned_tensors = attrgetter(*LEARNED)
+counting_tensors = attrgetter(*TENSOR_NAMES[len(LEARNED) :])
 _options_of = attrgetter(*(option.name for option in fields(AttentionSpec)))
 assert tuple(each.name for each in fields(Call))[1 : 1 + len(TENSOR_NAMES)] == TENSOR_NAMES, "Call and spec.TENSORS differ"
 

@@ -81,13 +81,25 @@ def _check_terms(call: Call) -> None:
         tensor = getattr(call, term.name)
         if tensor is None:
             continue
-        check_is_tensor(term.name, tensor)
-        if not tensor.dtype.is_floating_point:
+        check_is_tensor(NAMED.get(term.name, term.name), tensor)
+        if term.learned and not tensor.dtype.is_floating_point:
             raise TypeError(f"{term.name} must have a floating-point dtype, got {tensor.dtype}")
-        _check_device(term.name, tensor, call.q)
+        if not term.learned and tensor.dtype != torch.int32:
+            raise TypeError(f"{NAMED[term.name]} must be int32, got {tensor.dtype}")
+        _check_device(NAMED.get(term.name, term.name), tensor, call.q)
         SHAPES[term.axes](term, tensor, call)
         if term.like_q and tensor.dtype != call.q.dtype:
             raise TypeError(f"{term.name} must have the dtype of q, {call.q.dtype}, got {tensor.dtype}")
+    if call.pos is not None:
+        _check_pos_with(call)
+
+
+def _check_pos_with(call: Call) -> None:
+    """What positions of rows go with."""
+    if call.rows is None:
+        raise ValueError("the pos of a mask needs its rows, got None")
+    if call.tau is not None and call.spec.masked:
+        raise ValueError("tau counts visible keys, which causal or window beside a mask with pos do not allow: put them in it")
 
 
 def _check_per_head(term: Input, tensor: Tensor, call: Call) -> None:
@@ -112,11 +124,35 @@ def _check_like_output(term: Input, tensor: Tensor, call: Call) -> None:
         raise ValueError(f"{term.name} must have the shape of the output, {shown}, got {tuple(came)}")
 
 
+def _check_ends(term: Input, tensor: Tensor, call: Call) -> None:
+    (batch, heads, *_), keys = call.q.shape, call.k.shape[2]
+    shape = tuple(tensor.shape)
+    fits = len(shape) == 4 and shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2] in (2, 4) and shape[3] == keys
+    if not fits:
+        wanted = f"[{_or_one(batch)}, {_or_one(heads)}, 2 or 4, {keys}]"
+        raise ValueError(f"{NAMED[term.name]} must be {wanted} (batch, query heads, ends, keys), got shape {shape}")
+
+
+def _check_positions(term: Input, tensor: Tensor, call: Call) -> None:
+    batch, _, rows, _ = call.q.shape
+    shape = tuple(tensor.shape)
+    if not (len(shape) == 2 and shape[0] in (1, batch) and shape[1] == rows):
+        raise ValueError(f"{NAMED[term.name]} must be [{_or_one(batch)}, {rows}] (batch, rows of q), got shape {shape}")
+
+
+def _or_one(size: int) -> str:
+    return "1" if size == 1 else f"1 or {size}"
+
+
+# what the caller knows as one argument
+NAMED = {"rows": "the rows of a mask", "pos": "the pos of a mask"}
 # by axes: a term of a new shape needs a sentence of its own
 SHAPES = {
     ("heads",): _check_per_head,
     ("heads", "distances"): _check_table,
     ("batch", "heads", "rows", "values"): _check_like_output,
+    ("batch", "heads", "ends", "keys"): _check_ends,
+    ("batch", "rows"): _check_positions,
 }
 _unchecked = [term.name for term in TERMS if term.axes not in SHAPES]
 assert not _unchecked, f"no check for the shape of {_unchecked}"

@@ -24,7 +24,7 @@ from backlight._private.torch import (
     transforms_active,
 )
 from backlight.binding import batched, batched_all
-from backlight.call import Call, learned_tensors
+from backlight.call import Call, counting_tensors, learned_tensors
 from backlight.spec import GRADIENTS, SEQUENCE_OF
 
 
@@ -40,7 +40,7 @@ class _Direct(torch.autograd.Function):
         if _is_packed(tensors):
             # results, not views of something: in-place changes are seen
             y, lse = _packed(y).detach(), lse[0].detach()
-        ctx.save_for_backward(*tensors, call.cu_seqlens_q, call.cu_seqlens_k, y, lse, u)
+        ctx.save_for_backward(*tensors, *counting_tensors(call), y, lse, u)
         ctx.options = call.spec, call.deterministic, backend, call.shared
         # a second output costs the engine more than it costs us to leave it out
         return (y, lse) if return_lse else y
@@ -118,7 +118,7 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """(y, lse) of a bound call, differentiable, without operators; lse only where it is wanted.
 
-    packed: the caller's tensors up to the borders, where those of the call are views that autograd has not seen; results are
+    packed: the caller's tensors with a gradient, where those of the call are views that autograd has not seen; results are
     packed too.
     """
     tensors = packed or learned_tensors(call)

@@ -13,7 +13,12 @@ from backlight.errors import Unsupported
 
 ORDER = ("hopper", "triton", "tiled")
 # features whose names are not words for a sentence
-NAMED = {"packed": "packed sequences", "part": "parts of a larger problem"}
+NAMED = {
+    "packed": "packed sequences",
+    "part": "parts of a larger problem",
+    "rows": "masks by row intervals",
+    "pos": "masks with positions of rows",
+}
 
 
 @runtime_checkable

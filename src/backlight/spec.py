@@ -20,6 +20,8 @@ position; `None` leaves a side unbounded. Causal is the same as `right = min(rig
     x x x . .
     . x x x .
     . . x x x
+
+Masks by row intervals (`AttentionSpec.rows`) come on top of these; their geometry needs tensors and lives in `intervals`.
 """
 
 from __future__ import annotations
@@ -51,10 +53,10 @@ Index = TypeVar("Index", int, Tensor)
 class Input:
     """A tensor of a call.
 
-    axes:     what its axes count: batch, heads (of queries), kv_heads, rows, keys, dim, values, distances, borders.
+    axes:     what its axes count: batch, heads (of queries), kv_heads, rows, keys, dim, values, distances, ends, borders.
     optional: the call may come without it.
-    learned:  it has a gradient.
-    like_q:   it has the dtype of q; otherwise any floating-point dtype or, of borders, an integer one.
+    learned:  it has a gradient; otherwise it counts something, and batch and heads may be 1 for all alike.
+    like_q:   it has the dtype of q; otherwise any floating-point dtype or, where it is not learned, an integer one.
     """
 
     name: str
@@ -69,12 +71,14 @@ class Input:
         return next((axis for axis in ("rows", "keys") if axis in self.axes), None)
 
 
-# terms that a call may have, in the order of every signature
+# terms that a call may have, in the order of every signature; those that are not learned come last
 TERMS = (
     Input("bias", ("heads", "distances")),
     Input("sink", ("heads",)),
     Input("tau", ("heads",)),
     Input("gate", ("batch", "heads", "rows", "values"), like_q=True),
+    Input("rows", ("batch", "heads", "ends", "keys"), learned=False),
+    Input("pos", ("batch", "rows"), learned=False),
 )
 TENSORS = (
     Input("q", ("batch", "heads", "rows", "dim"), optional=False, like_q=True),
@@ -89,10 +93,11 @@ TENSOR_NAMES = tuple(each.name for each in TENSORS)
 # those with a gradient: q, k, v and the terms
 LEARNED = tuple(each.name for each in TENSORS if each.learned)
 GRADIENTS = tuple(f"d{name}" for name in LEARNED)
+assert TENSOR_NAMES[: len(LEARNED)] == LEARNED, "tensors with a gradient come before those without"
 # terms that belong to a head alone, whatever the batch and the lengths
 PER_HEAD = tuple(term.name for term in TERMS if term.axes[0] == "heads")
-# those with rows or keys of their own, and which of the two
-SEQUENCE_OF = {each.name: each.sequence for each in TENSORS if each.sequence is not None}
+# those with rows or keys and columns for each, and which of the two
+SEQUENCE_OF = {each.name: each.sequence for each in TENSORS if each.sequence is not None and each.learned}
 # what a call may have that a backend must know; a backend declares its own (`Backend.takes`), the registry refuses the rest
 FEATURES = ("causal", "window", "softcap", *TERM_NAMES, "packed", "part")
 
@@ -115,6 +120,9 @@ class AttentionSpec:
     tau:         elastic softmax: weights become relu(p + tau / n) with a learned tau [Hq] and n the number of visible keys of
                  the row. Negative tau prunes: keys with p <= -tau / n are dropped. Positive tau adds uniform attention.
     gate:        the output is multiplied by sigmoid(gate), gate shaped like the output.
+    rows:        a mask by row intervals [B|1, Hq|1, 2 or 4, Sk]: key j is seen by rows first_j <= i < end_j, or by those of a
+                 second interval, and by none that causal, window or a border hides from it.
+    pos:         the intervals are compared with pos_i [B|1, Sq] instead of i; causal, window and borders are not.
     """
 
     causal: bool = False
@@ -126,6 +134,8 @@ class AttentionSpec:
     sink: bool = False
     tau: bool = False
     gate: bool = False
+    rows: bool = False
+    pos: bool = False
 
     def __post_init__(self) -> None:
         if not (isinstance(self.window, tuple) and len(self.window) == 2):
@@ -169,12 +179,12 @@ class AttentionSpec:
 
     @property
     def masked(self) -> bool:
-        """Whether any geometry can hide a key."""
+        """Whether causal or a window can hide a key."""
         return self.left is not None or self.right is not None
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """Names of the learned terms in use, in signature order."""
+        """Names of the terms in use, in signature order."""
         return tuple(name for name in TERM_NAMES if getattr(self, name))
 
     @property

@@ -26,6 +26,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from backlight.backends.hopper import side_kernels
+from backlight.backends.intervals import tiles
 
 TARGET = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -119,7 +120,7 @@ def compiled(*modules: Any) -> Iterator[list[Report]]:
     """
     before, reports = [], []
     try:
-        for module in {*modules, side_kernels}:
+        for module in {*modules, side_kernels, tiles}:
             for name, value in list(vars(module).items()):
                 if name.startswith("_") and name.endswith("_kernel"):
                     before.append((module, name, value))

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from backlight.backends.hopper import side_kernels
+from backlight.backends.intervals import tiles
 
 PATIENCE = 20.0
 DTYPES = {"fp16": np.float16, "fp32": np.float32, "int32": np.int32, "int64": np.int64, "int1": np.bool_}
@@ -442,6 +443,8 @@ class language:
     maximum = staticmethod(lambda a, b: tensor(np.maximum(a, b)))
     minimum = staticmethod(lambda a, b: tensor(np.minimum(a, b)))
     max = staticmethod(lambda x, axis: tensor(np.max(np.asarray(x), axis)))
+    min = staticmethod(lambda x, axis: tensor(np.min(np.asarray(x), axis)))
+    cast = staticmethod(lambda x, dtype: tensor(np.asarray(x).astype(DTYPES[dtype])))
     expand_dims = staticmethod(lambda x, axis: tensor(np.expand_dims(np.asarray(x), axis)))
     reshape = staticmethod(lambda x, shape: tensor(np.asarray(x).reshape(shape)))
     permute = staticmethod(lambda x, order: tensor(np.asarray(x).transpose(order)))
@@ -466,6 +469,9 @@ class language:
 
     class NVMMASharedLayout:
         get_default_for = staticmethod(lambda *a, **k: None)
+
+        def __init__(self, **_: Any):
+            pass
 
     @staticmethod
     def sum(x: np.ndarray, axis: int) -> Tensor:
@@ -646,7 +652,7 @@ def emulated(*modules: Any, late: bool = False) -> Iterator[None]:
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     try:
-        for module in (*modules, side_kernels):
+        for module in (*modules, side_kernels, tiles):
             for name, value in list(vars(module).items()):
                 if name.startswith("_") and name.endswith("_kernel"):
                     before.append((module, name, value))

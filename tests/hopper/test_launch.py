@@ -45,6 +45,24 @@ def test_descriptors_are_what_triton_would_build() -> None:
         assert name == "base" or getattr(ours, name) == value, name
 
 
+def test_kernels_that_read_other_tiles_are_compiled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of a descriptor are part of its type: what was compiled for others must not be started."""
+    started = []
+
+    class Kernel:
+        arg_names = ("desc",)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **options: started.append(args) or Kernel()
+
+    monkeypatch.setattr(compiled, "_compiled", {})
+    q, kernel = torch.zeros(1, 2, 256, 64, dtype=torch.float16), Kernel()
+    made = [compiled.start(kernel, (1,), [launch.tile_descriptor(q, rows, 64, False)], {}) for rows in (64, 128, 64)]
+    assert len(started) == 3
+    assert made[0] is made[2]
+    assert made[0] is not made[1]
+
+
 @pytest.mark.parametrize(
     ("view", "readable"),
     [
@@ -199,7 +217,7 @@ def test_unreadable_strides_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.zeros(2, 4, 64, 64, dtype=torch.float16)
     call = Call(AttentionSpec(), q, q, q[:1].expand_as(q))
     monkeypatch.setattr("backlight.backends.hopper.capability", lambda device: (9, 0))
-    moved = SimpleNamespace(spec=call.spec, scale=call.scale, k=call.k, v=call.v)
+    moved = SimpleNamespace(spec=call.spec, scale=call.scale, k=call.k, v=call.v, rows=None)
     moved.q = SimpleNamespace(**{name: getattr(q, name) for name in ("dtype", "shape", "stride", "data_ptr", "numel")})
     moved.q.device = torch.device("cuda")
     assert BACKEND._find_reasons(moved) == (

@@ -33,6 +33,7 @@ NAMES = Names(
         "torch.utils._python_dispatch.TorchDispatchMode": Cost("calls are not replayed: each repeats its host work", gpu=True),
         "torch.cuda._sleep": Cost("the doctor keeps a stream busy with matrix products", gpu=True),
         "torch._C._current_graph_task_id": Cost("a backward that recomputes in autograd's own thread needs context= by name"),
+        "torch.utils._pytree.register_pytree_node": Cost("a mask is no tree of tensors: vmap and export do not look into it"),
         "torch._assert_async": Cost("conditions that only values decide go through another operator"),
         "torch._functorch.config": Cost("FlexAttention's backward may not be timed alone", gpu=True),
     }
@@ -95,6 +96,9 @@ current_graph_task: Callable[[], int] = NAMES.take("torch._C._current_graph_task
 assert_in_graph: Callable[[Any, str], None] = NAMES.take(
     "torch._assert_async", lambda condition, message: torch.ops.aten._assert_async.msg(condition, message)
 )
+
+# a class whose instances are trees of tensors, how to take one apart and how to put it together
+register_pytree: Callable[..., Any] = NAMES.take("torch.utils._pytree.register_pytree_node", lambda *_, **__: None)
 
 # --- for the doctor and the benchmarks ---------------------------------------------------------------------------------------
 

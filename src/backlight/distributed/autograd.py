@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from backlight.call import Call, call_with, learned_tensors
+from backlight.call import Call, call_with, counting_tensors, learned_tensors
 from backlight.derivatives import differentiable_once
 from backlight.distributed.communicator import Communicator
 from backlight.distributed.handshake import agree_backward
@@ -35,27 +35,25 @@ class Strategy(Protocol):
 class Options:
     """What a call has besides its differentiable tensors.
 
+    counting: the tensors without a gradient, masks and borders.
     number: which of its context's calls it is, counted alike on every rank.
     compared: ranks make sure that they are in the same backward before they send anything.
     """
 
     spec: AttentionSpec
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
+    counting: tuple[Tensor | None, ...]
     deterministic: bool
     sum_learned: bool
     number: int = 0
     compared: bool = True
 
     def call(self, tensors: tuple[Tensor | None, ...]) -> Call:
-        return call_with(self.spec, (*tensors, self.cu_seqlens_q, self.cu_seqlens_k), self.deterministic)
+        return call_with(self.spec, (*tensors, *self.counting), self.deterministic)
 
 
 def run(strategy: Strategy, call: Call, sum_learned: bool, number: int = 0, compared: bool = True) -> tuple[Tensor, Tensor]:
     """(y, lse) of this rank's rows, differentiable."""
-    options = Options(
-        call.spec, call.cu_seqlens_q, call.cu_seqlens_k, call.deterministic, sum_learned, number=number, compared=compared
-    )
+    options = Options(call.spec, counting_tensors(call), call.deterministic, sum_learned, number=number, compared=compared)
     return _ContextAttention.apply(strategy, options, *learned_tensors(call))
 
 

@@ -66,6 +66,8 @@ def block_call(call: Call, block: Block, k: Tensor, v: Tensor, *, gate: bool, pa
         call.sink if spec.sink else None,
         call.tau if spec.tau else None,
         call.gate[:, :, rows] if gated and call.gate is not None else None,
+        None,
+        None,
         _borders(block.cu_q, call.q.device) if packed else None,
         _borders(block.cu_k, call.q.device) if packed else None,
         call.deterministic,

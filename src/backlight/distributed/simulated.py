@@ -15,7 +15,7 @@ from torch import Tensor
 from backlight import api
 from backlight.arguments import check_borders, check_flag, check_tensor, check_whole
 from backlight.binding import bind_batched
-from backlight.call import learned_tensors
+from backlight.call import counting_tensors, learned_tensors
 from backlight.derivatives import differentiable_once
 from backlight.distributed import autograd
 from backlight.distributed.autograd import Options, Strategy
@@ -55,8 +55,8 @@ def simulated_attention(
             check_borders(name, borders)
     # whatever is wrong with the whole is said once, before it is cut
     call = api.call_of(q, k, v, cu_seqlens_q, cu_seqlens_k, backend=backend, **options)
-    rest = {name: option for name, option in options.items() if name not in TERM_NAMES}
-    how = (world, layout, strategy, backend, (call.cu_seqlens_q, call.cu_seqlens_k), rest)
+    rest = {name: option for name, option in options.items() if name not in (*TERM_NAMES, "mask")}
+    how = (world, layout, strategy, backend, counting_tensors(call), rest)
     y, lse = _SimulatedAttention.apply(how, *learned_tensors(call))
     if call.varlen:
         y, lse = y[0].transpose(0, 1), lse[0]
@@ -66,7 +66,7 @@ def simulated_attention(
 class _SimulatedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: tuple[Any, ...], *whole: Tensor | None) -> tuple[Tensor, Tensor]:
-        world, layout, strategy, backend, borders, options = how
+        world, layout, strategy, backend, counting, options = how
 
         def forward_of(rank: Simulated) -> tuple[Strategy, Options, list[Tensor | None], Tensor, Tensor]:
             context = ContextParallel(rank, layout, strategy)
@@ -74,10 +74,10 @@ class _SimulatedAttention(torch.autograd.Function):
                 context.shard(x, SEQUENCE) if x is not None and name in SEQUENCE_OF else x
                 for name, x in zip(LEARNED, whole, strict=True)
             ]
-            chosen, call, _ = context.prepare(partial(bind_batched, (*own, *borders), options), backend)
+            chosen, call, _ = context.prepare(partial(bind_batched, (*own, *counting), options), backend)
             with torch.no_grad():
                 y, lse, kept = chosen.forward(call)
-            fixed = Options(call.spec, call.cu_seqlens_q, call.cu_seqlens_k, call.deterministic, sum_learned=True)
+            fixed = Options(call.spec, counting_tensors(call), call.deterministic, sum_learned=True)
             return chosen, fixed, kept, y, lse
 
         ctx.ranks = simulate(world, forward_of)

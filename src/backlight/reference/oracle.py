@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from backlight import intervals
 from backlight.call import Call
 from backlight.reference.trace import BACKWARD, FORWARD, STAGES, Stage, Trace, Values
 from backlight.spec import PER_HEAD, TENSORS, TERMS, Input, Segment
@@ -23,6 +24,8 @@ MATRICES = ("x", "capped", "s", "p", "m", "a", "dp", "ds", "dx")
 ROWS = ("lse", "p_sink", "delta")
 ROW_VECTORS = ("o", "u", "y", "do", "dgate", "dq")
 KEY_VECTORS = ("dk", "dv")
+# terms of which stages see only what they hide
+GEOMETRY = ("rows", "pos")
 PARAMETERS = tuple(f"d{name}" for name in PER_HEAD)
 
 
@@ -63,6 +66,8 @@ class Oracle:
     ) -> Trace:
         """Forward, and backward too when `dy` or `dlse` is given. `keep` names the quantities to return; None = all."""
         for term in call.spec.terms:
+            if term in GEOMETRY:
+                continue
             if not any(term in stage.reads for stage in STAGES.values()) or f"d{term}" not in STAGES:
                 raise NotImplementedError(f"the oracle has no stages for {term}: its mathematics belongs in reference/trace.py")
         backward = dy is not None or dlse is not None
@@ -96,22 +101,35 @@ class Oracle:
         for segment in call.segments():
             sq, sk, b = segment.sq, segment.sk, segment.batch
             rows, keys = slice(segment.q0, segment.q1), slice(segment.k0, segment.k1)
+            own = spec.allowed(sq, sk, call.q.device)
             geometry: dict[str, object] = {
                 "scale": call.scale,
                 "softcap": spec.softcap,
-                "visible": spec.allowed(sq, sk, call.q.device),
+                "own": own,
+                "visible": own,
                 "n": spec.visible_counts(sq, sk, call.q.device)[:, None],
+                "rows": None,
+                "pos": None,
                 "column": spec.distance(0, sq, 0, sk, sq, sk, call.q.device) + spec.bias_origin,
             }
             for h in range(call.q.shape[1]):
                 g = self.kv_head(h, call.group)
                 at: dict[str, int | slice] = {"batch": b, "heads": h, "kv_heads": g, "rows": rows, "keys": keys}
-                inputs = geometry | {
+                inputs = geometry | self._masked(call, segment, h, own)
+                inputs |= {
                     **{each.name: cast(_part_of(each, call, at)) for each in TENSORS if each.learned},
                     "dy": None if dy is None else cast(dy[b, h, rows]),
                     "dlse": None if dlse is None else self._finite_rows(cast(dlse[b, h, rows]), h, segment, call),
                 }
                 yield b, h, segment, inputs
+
+    def _masked(self, call: Call, segment: Segment, h: int, own: Tensor) -> dict[str, object]:
+        """What a mask by row intervals makes of a head's geometry, counted and not computed (eq. 61-63 are not used)."""
+        if call.rows is None:
+            return {}
+        rows, pos = intervals.of_head(call, segment, h)
+        seen = own & intervals.seen(rows, pos)
+        return {"visible": seen, "n": seen.sum(dim=-1, keepdim=True), "rows": rows, "pos": pos}
 
     @staticmethod
     def _finite_rows(dlse: Tensor | None, h: int, segment: Segment, call: Call) -> Tensor:
@@ -119,7 +137,7 @@ class Oracle:
         assert dlse is not None
         if call.sink is not None and call.sink[h] != -torch.inf:
             return dlse
-        return dlse.masked_fill(call.spec.visible_counts(segment.sq, segment.sk, dlse.device) == 0, 0)
+        return dlse.masked_fill(~intervals.visible(call, segment, h).any(dim=-1), 0)
 
     def _blank(self, name: str, call: Call) -> Tensor:
         batch, hq, sq, d = call.q.shape

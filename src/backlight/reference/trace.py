@@ -5,7 +5,9 @@ value. The oracle evaluates them in order in float64; the doctor evaluates a sin
 tell a local error from an inherited one, and replaces single stages to build mutants. Equations are those of `docs/math.md`.
 
 Inputs of a head: q [Sq,D], k [Sk,D], v [Sk,Dv]; bias [n], sink [], tau [], gate [Sq,Dv] or None; the incoming gradients
-dy [Sq,Dv] and dlse [Sq] or None. Geometry: `visible` [Sq,Sk] bool, `n` [Sq,1] counts, `column` [Sq,Sk] bias column.
+dy [Sq,Dv] and dlse [Sq] or None. Geometry: `visible` [Sq,Sk] bool, `n` [Sq,1] counts, `column` [Sq,Sk] bias column. With a mask
+by row intervals, which `visible` and `n` have in them already, also `rows` [2w,Sk] and `pos` [Sq], what is compared with them,
+else None; `own` [Sq,Sk] is what the spec alone lets be seen.
 """
 
 from __future__ import annotations

@@ -62,10 +62,18 @@ def host() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], 
 _reasons: Memory[tuple[str, ...]] = Memory()
 
 
+def _reasons_of_mask(call: Call) -> list[str]:
+    """What a mask by row intervals does not go together with here."""
+    if call.rows is None:
+        return []
+    beside = {"bias": call.spec.bias, "tau": call.spec.tau, "deterministic": call.deterministic}
+    return [f"a mask by row intervals together with {name}" for name, is_asked in beside.items() if is_asked]
+
+
 class HopperBackend:
     name = "hopper"
     summary = "Hopper GPUs (sm_90), fp16 bf16: TMA and wgmma, FlashAttention-3's structure"
-    takes = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "packed"})
+    takes = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "rows", "packed"})
 
     def available(self) -> tuple[str, ...]:
         return missing()
@@ -90,6 +98,7 @@ class HopperBackend:
                 reasons.append(f"head dimension {width} of {name} is above {MAX_HEAD_DIM}")
             if width % 8 or width == 0:
                 reasons.append(f"head dimension {width} of {name} is not a multiple of 8")
+        reasons += _reasons_of_mask(call)
         if spec.tau and call.v.shape[-1] > MAX_TAU_DIM:
             reasons.append(f"tau with head dimension {call.v.shape[-1]} of v above {MAX_TAU_DIM}")
         if call.q.shape[0] * call.q.shape[1] * (call.q.shape[2] + ROW_BLOCK) >= MAX_ROWS:

@@ -17,8 +17,8 @@ def start(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: di
     """`kernel[grid](*args, **constants, **options)`, without Triton's search for the compiled kernel from the second time on.
 
     Constants are the last parameters of the kernel. What else can make Triton compile again is in the key: device, dtypes,
-    alignment of pointers, integers that need 64 bits. The kernels specialise on no other value, except for integers inside a
-    tuple: there Triton does not ask whether it should.
+    alignment of pointers, tiles of descriptors, integers that need 64 bits. The kernels specialise on no other value, except
+    for integers inside a tuple: there Triton does not ask whether it should.
 
     Returns the compiled kernel; None from a stand-in of the tests.
     """
@@ -41,7 +41,9 @@ def _kind(arg: Any) -> Any:
         return type(arg), *(_specialised(x) if type(x) is int else _kind(x) for x in arg)
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() & 15
-    return arg.base.dtype if isinstance(arg, TensorDescriptor) else type(arg)
+    if isinstance(arg, TensorDescriptor):
+        return arg.base.dtype, *arg.block_shape, arg.layout
+    return type(arg)
 
 
 def _specialised(number: int) -> tuple[int, bool, bool]:

@@ -82,10 +82,13 @@ def forward_config(call: Call) -> ForwardConfig:
 
 def forward_heuristic(call: Call) -> ForwardConfig:
     width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
-    masked, keep, rows, keys = call.spec.masked, keeps_first_max(call), rows_of(call), keys_of(call)
+    masked, keep, rows, keys = is_masked(call), keeps_first_max(call), rows_of(call), keys_of(call)
     if width <= 64 and call.spec.softcap is not None:
         # squares of scores need registers: fewer scores for each of the three
         return ForwardConfig(64, 3, keep_first_max=keep)
+    if intervals_of(call) == 2 and width <= 128:
+        # the ends of holes need registers, and shared memory
+        return ForwardConfig(128, 2, keep_first_max=keep, q_buffers=1 if width > 64 else 2)
     # where rows are short, loads of the next tile have to be under way before this one ends; where they are masked, too, what
     # they save without maxima does not pay for the check at their end
     if width <= 64 and rows <= SHORT:
@@ -127,11 +130,21 @@ def elastic_heuristic(call: Call) -> ForwardConfig:
     return ForwardConfig(64, 3, stages=4, keep_first_max=keep)
 
 
-def share_q_and_o(config: ForwardConfig, bd: int, bdv: int) -> bool:
+def share_q_and_o(config: ForwardConfig, bd: int, bdv: int, intervals: int = 0) -> bool:
     """Whether O has to leave through the shared memory of Q."""
     slots = 4 if config.consumers == 3 else config.consumers
     elements = slots * 64 * (config.q_buffers * bd + bdv) + config.stages * config.block_n * (bd + bdv)
-    return 2 * elements + BARRIERS > SHARED_MEMORY
+    return 2 * elements + config.stages * 8 * intervals * config.block_n + BARRIERS > SHARED_MEMORY
+
+
+def intervals_of(call: Call) -> int:
+    """Row intervals of each key, 0 without a mask of them."""
+    return 0 if call.rows is None else call.rows.shape[2] // 2
+
+
+def is_masked(call: Call) -> bool:
+    """Whether rows of a sequence may see different numbers of keys."""
+    return call.spec.masked or call.rows is not None
 
 
 def heads_together(call: Call, config: ForwardConfig) -> int:
@@ -140,7 +153,7 @@ def heads_together(call: Call, config: ForwardConfig) -> int:
     Longest rows of several heads first: balanced to the end, and CTAs that run at one time read the same part of few K and V.
     """
     total = call.q.shape[0] * call.q.shape[1]
-    limit = config.together or (TOGETHER if call.spec.masked or call.varlen else 1)
+    limit = config.together or (TOGETHER if is_masked(call) or call.varlen else 1)
     return max(n for n in range(1, min(limit, total) + 1) if total % n == 0)
 
 
@@ -189,6 +202,9 @@ def backward_heuristic(call: Call) -> BackwardConfig:
     if call.spec.softcap is not None:
         # the capped scores stay in registers
         return BackwardConfig(64, 128, overlap=True)
+    if intervals_of(call) == 2:
+        # so do the ends of holes
+        return BackwardConfig(64, 128, overlap=True)
     return BackwardConfig(128, 128, narrow=call.bias is None and call.tau is None)
 
 
@@ -213,7 +229,7 @@ def keys_together(call: Call, config: BackwardConfig) -> int:
     width = padded(call.q.shape[-1])
     head = rows_of(call) * (2 * (width + padded(call.v.shape[-1])) + 4 * width) * min(call.group, 2)
     limit = TOGETHER if call.spec.left is not None else max(1, min(TOGETHER, L2 // head))
-    limit = config.together or (limit if call.spec.masked or call.varlen else 1)
+    limit = config.together or (limit if is_masked(call) or call.varlen else 1)
     return max(n for n in range(1, min(limit, total) + 1) if total % n == 0)
 
 

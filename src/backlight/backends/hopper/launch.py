@@ -185,8 +185,15 @@ class Launch(Preparing):
         launched(replay, present)
 
     def start_small(self, kernel: Any, programs: int, args: Sequence[Any], which: str) -> None:
+        self.start_beside(kernel, (programs,), args, {"BLOCK": side_kernels.BLOCK}, which)
+
+    def start_beside(
+        self, kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: dict[str, Any], which: str
+    ) -> None:
+        """One launch of a kernel beside the large ones."""
+
         def describe() -> dict[str, Any]:
-            return {"grid": (programs,), "args": args, "constants": {"BLOCK": side_kernels.BLOCK}, "num_warps": 4}
+            return {"grid": grid, "args": args, "constants": constants, "num_warps": 4}
 
         self.start(kernel, tensors_among(args), describe, which)
 
@@ -222,8 +229,13 @@ class Launch(Preparing):
 
     @property
     def flags(self) -> dict[str, bool]:
-        spec = self.call.spec
-        return {"HAS_LEFT": spec.left is not None, "HAS_RIGHT": spec.right is not None, "VARLEN": self.call.varlen}
+        """What of the mask is compiled in; row intervals have causal and window folded in."""
+        spec, apart = self.call.spec, self.call.rows is None
+        return {
+            "HAS_LEFT": apart and spec.left is not None,
+            "HAS_RIGHT": apart and spec.right is not None,
+            "VARLEN": self.call.varlen,
+        }
 
     def row_tiles(self, block: int) -> int:
         return self.tiles(self.sq, self.call.cu_seqlens_q, block)

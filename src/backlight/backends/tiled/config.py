@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -16,6 +16,8 @@ from backlight.spec import AttentionSpec, Segment
 # last-level cache of a CPU (2 buffers of 32 MiB in fp32)
 CPU_TILE_ELEMENTS = 1 << 23
 GPU_TILE_ELEMENTS = 1 << 25
+# keys of a tile under a mask by intervals: what is empty is left out, and what is full not masked, by whole tiles
+MASKED_KEYS = 512
 # elements of k and v that a slab holds in fp32 (several times, with their gradients): bounds the memory of long sequences
 SLAB_KEY_ELEMENTS = 1 << 23
 
@@ -45,7 +47,12 @@ def config_of(call: Call) -> Config:
         batch = 1
         sq, sk = max((z.sq for z in segments), default=0), max((z.sk for z in segments), default=0)
     width = call.q.shape[-1] + call.v.shape[-1]
-    return resolve("tiled", lambda: heuristic(call.group, sq, sk, width, batch * kv_heads, call.q.device))
+    return resolve("tiled", lambda: _heuristic_of(call, sq, sk, width, batch * kv_heads))
+
+
+def _heuristic_of(call: Call, sq: int, sk: int, width: int, heads: int) -> Config:
+    found = heuristic(call.group, sq, sk, width, heads, call.q.device)
+    return found if call.rows is None else replace(found, block_n=min(found.block_n, MASKED_KEYS))
 
 
 @dataclass(frozen=True, slots=True)

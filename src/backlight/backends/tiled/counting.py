@@ -49,10 +49,11 @@ def _count_slab(call: Call, slab: Slab, lse: Tensor, tile: tuple[int, int]) -> T
         scores.start(block)
         p = scores.tile(here).sub_(base2(block.rows_of(lse[..., None]))).exp2_()
         a, m = p, scores.mask_(workspace.take("m", *p.shape).fill_(1), here).clamp_(min=0)
+        seen = m.sum(dim=-1, keepdim=True)
         if elastic is not None:
             elastic.start(block)
             a, m = elastic.weights(elastic.exact_single_(p, here), here, scores)
-        n, survivors = block.visible_counts(call, p.device), m.sum(dim=-1, keepdim=True)
+        n, survivors = seen, m.sum(dim=-1, keepdim=True)
         counts = (survivors, n, a.sum(dim=-1, keepdim=True), (survivors == 0) & (n > 0), n > 0)
         found = [block.sum_positions(each.double())[0] for each in counts]
         alive = m[0].unflatten(0, (-1, call.group)).transpose(0, 1) > 0

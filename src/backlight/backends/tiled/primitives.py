@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from backlight.backends.tiled.config import Slab, Tile
+from backlight import intervals
+from backlight.backends.tiled.config import Slab, Tile, tiles
+from backlight.backends.tiled.intervals import Intervals
 from backlight.call import Call
+from backlight.config import Config
 from backlight.spec import LN2, LOG2E, AttentionSpec
 
 # --- matmuls: operands as they are, accumulation in fp32 (or fp64) -----------------------------------------------------------
@@ -154,6 +157,7 @@ class Scores:
         self.factor = call.scale * LOG2E if call.spec.softcap is None else call.scale / call.spec.softcap
         self.folded = self.operand == self.dtype
         self.bias = Bias(call, slab) if call.bias is not None else None
+        self.intervals = Intervals(call, slab) if call.rows is not None else None
         self.tanh: Tensor | None = None
 
     def start(self, block: Block) -> None:
@@ -183,14 +187,21 @@ class Scores:
         return self.mask_(s2, tile)
 
     def mask_(self, tile_values: Tensor, tile: Tile) -> Tensor:
-        """-inf where the spec hides a key; touches only the rectangles that an edge crosses."""
+        """-inf where the spec or the mask hides a key; touches only the rectangles that an edge crosses."""
         sq, sk, group = self.segment.sq, self.segment.sk, self.block.group
         window = self.spec.left, self.spec.right
         for i0, i1, j0, j1 in self.spec.edges(tile.i0, tile.i1, tile.j0, tile.j1, sq, sk):
             bound = _bound(window, i0 + sk - sq - j0, i1 - i0, j1 - j0, group, self.dtype, self.q.device)
             part = tile_values[:, (i0 - tile.i0) * group : (i1 - tile.i0) * group, j0 - tile.j0 : j1 - tile.j0]
             torch.minimum(part, bound, out=part)
+        if self.intervals is not None:
+            self.intervals.mask_(tile_values, tile)
         return tile_values
+
+    def tiles(self, block: Block, config: Config) -> list[Tile]:
+        """The tiles of a block that hold anything, in key order."""
+        found = tiles(self.spec, block.i0, block.i1, self.segment.sq, self.segment.sk, config)
+        return found if self.intervals is None else self.intervals.visited(found)
 
 
 @lru_cache(maxsize=64)
@@ -273,11 +284,13 @@ class Elastic:
         assert call.tau is not None
         self.call, self.workspace = call, workspace
         self.tau_heads = heads_of(call.tau, slab, call.group, call.accumulator_dtype)
+        # under a mask they differ from head to head
+        self.counts = None if call.rows is None else intervals.visible_counts(call).expand(call.q.shape[:3])[..., None]
 
     def start(self, block: Block) -> None:
         self.block = block
         tau = block.repeat_positions(self.tau_heads)
-        n = block.visible_counts(self.call, tau.device)
+        n = block.visible_counts(self.call, tau.device) if self.counts is None else block.rows_of(self.counts)
         self.tau, self.n = tau, n.clamp(min=1)
         self.tau_over_n = tau / self.n
         # every visible key survives when tau >= 0, also where p underflowed; masked keys sit at -inf and never do

@@ -17,7 +17,7 @@ from backlight.spec import LOG2E
 # integers of the main kernels: no value of theirs is compiled in
 NUMBERS = [
     *("dynamic", "counter", "n_segments", "n_tiles", "key_tiles", "row_tiles", "together"),
-    *("heads", "group", "sq", "sk", "left", "right"),
+    *("heads", "group", "sq", "sk", "left", "right", "mask_batch", "mask_head", "most"),
 ]
 
 
@@ -34,6 +34,14 @@ class Terms(NamedTuple):
 
     table_ptr: Any
     tau_ptr: Any
+
+
+class Mask(NamedTuple):
+    """A mask by row intervals: them, and the row blocks that see each key tile (intervals/kernels.py)."""
+
+    folded_ptr: Any
+    live_ptr: Any
+    counts_ptr: Any
 
 
 class Units(NamedTuple):
@@ -88,6 +96,8 @@ class Variant(NamedTuple):
     BAND_FIRST: bool = False
     # slots of the diagonals' accumulator
     SLOTS: int = 1
+    # row intervals of a key: 0 without such a mask, which has causal and window folded in
+    INTERVALS: int = 0
 
 
 @arguments
@@ -122,6 +132,10 @@ class Backward(Sizes):
     units: Maybe
     n_bias: Maybe
     origin: Maybe
+    mask: Maybe
+    mask_batch: Maybe
+    mask_head: Maybe
+    most: Maybe
     V: gl.constexpr
     buffers: Maybe
     Q_EMPTY: gl.constexpr

@@ -17,6 +17,7 @@ from backlight.backends.hopper.backward.key_tiles import (
     FIRST_ROWS,
     KV_HEAD,
     LAST_ROWS,
+    OUTSIDE,
     PLAIN,
     PLAIN_BEGIN,
     PLAIN_END,
@@ -24,6 +25,7 @@ from backlight.backends.hopper.backward.key_tiles import (
     read_field,
 )
 from backlight.backends.hopper.backward.row_block import Sums, row_block, tile_layout
+from backlight.backends.hopper.backward.visits import published_count, published_visit
 from backlight.backends.hopper.barriers import BOTH_GROUPS_AND_WARP, KV_EMPTY, OUT_FULL, kv_threads
 from backlight.backends.hopper.primitives import bar_arrive
 from backlight.backends.hopper.terms import threshold
@@ -53,7 +55,14 @@ def row_loops(p, turn, sums, member):
     limit = 0.0
     if p.V.TAU:
         limit = threshold(gl.load(p.terms.tau_ptr + read_field(p, turn, KV_HEAD, p.V.WARPS) * p.group + member).to(gl.float32))
-    if p.V.WIDE:
+    if p.V.INTERVALS > 0:
+        for j in range(published_count(p, turn, member, 0)):
+            sums = row_block(p, turn, sums, member, limit, published_visit(p, turn, member, j, 0), OUTSIDE, False)
+        for j in range(published_count(p, turn, member, 1)):
+            # where dq leaves by tiles, nothing here depends on which block it is
+            i = published_visit(p, turn, member, j, 1) if p.V.WIDE else j
+            sums = row_block(p, turn, sums, member, limit, i, PLAIN, False)
+    elif p.V.WIDE:
         # few scores a thread: masking all of them costs less than a second loop
         EVERY: gl.constexpr = BOTH_ENDS if p.V.HAS_LEFT else FIRST_ROWS
         sums = row_loop(p, turn, sums, member, limit, BEGIN, END, EVERY, p.V.BIAS)

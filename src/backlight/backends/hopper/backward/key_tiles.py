@@ -32,6 +32,8 @@ PLAIN = gl.constexpr(0)
 FIRST_ROWS = gl.constexpr(1)
 LAST_ROWS = gl.constexpr(2)
 BOTH_ENDS = gl.constexpr(3)
+# those outside of the keys' row intervals
+OUTSIDE = gl.constexpr(4)
 # what is published of a tile; a number below 0 ends the work
 SLOT = gl.constexpr(32)
 NUMBER = gl.constexpr(0)
@@ -54,6 +56,8 @@ END = gl.constexpr(15)
 FIRST_ROW = gl.constexpr(16)
 END_ROW = gl.constexpr(17)
 KEYS = gl.constexpr(18)
+# under a mask by row intervals: the number of the tile in the mask of the first query head
+OWNER = gl.constexpr(19)
 
 
 @arguments
@@ -61,7 +65,8 @@ class KeyTile:
     """Keys [j0, j0 + BN) of a key head, and the row blocks that see them.
 
     begin <= careful_end <= plain_begin <= band_begin <= band_end <= plain_end <= end: blocks that need both limits of a mask,
-    the first, none, the last; within the band those that meet the bias table.
+    the first, none, the last; within the band those that meet the bias table. Under a mask by row intervals lists say which
+    blocks those are (visits.py), and end is how many there are for all query heads.
     """
 
     b: gl.tensor
@@ -79,6 +84,7 @@ class KeyTile:
     band_end: gl.tensor
     plain_end: gl.tensor
     end: gl.tensor
+    owner: gl.tensor
 
 
 @gluon.jit
@@ -136,6 +142,8 @@ def publish(p, turn, number, visit, t):
     write_field(p, turn, FIRST_ROW, t.j0 - p.right - (t.sk - t.sq))
     write_field(p, turn, END_ROW, t.j0 + p.left - (t.sk - t.sq) + 1)
     write_field(p, turn, KEYS, t.sk - t.j0)
+    if p.V.INTERVALS > 0:
+        write_field(p, turn, OWNER, t.owner)
     mbarrier.arrive(p.buffers.tile_full.index(turn & 1), count=1)
 
 
@@ -168,9 +176,10 @@ def published_tile(p, turn):
     plain_begin, band_begin = read_field(p, turn, PLAIN_BEGIN, 1), read_field(p, turn, BAND_BEGIN, 1)
     band_end, plain_end = read_field(p, turn, BAND_END, 1), read_field(p, turn, PLAIN_END, 1)
     end = read_field(p, turn, END, 1)
+    owner = read_field(p, turn, OWNER, 1) if p.V.INTERVALS > 0 else p.sq * 0
     return KeyTile(
         b, kv_head, q_start, k_start, sq, sk, j0, first_tile,
-        begin, careful_end, plain_begin, band_begin, band_end, plain_end, end,
+        begin, careful_end, plain_begin, band_begin, band_end, plain_end, end, owner,
     )  # fmt: skip
 
 
@@ -182,6 +191,7 @@ def key_tile(p, number):
     rank = number % (p.key_tiles * p.together)
     head = section * p.together + rank % p.together
     tile = rank // p.together
+    owner = tile
     q_start = tile * 0
     k_start = tile * 0
     first_tile = tile * 0
@@ -189,7 +199,7 @@ def key_tile(p, number):
     sk = p.sk
     if p.V.VARLEN:
         z, earlier = locate(tile, p.packing.cu_tiles_ptr, p.n_segments)
-        tile -= earlier
+        tile = tile - earlier
         last = gl.minimum(z, p.n_segments - 1)
         q_start = gl.load(p.packing.cu_q_ptr + last)
         k_start = gl.load(p.packing.cu_k_ptr + last)
@@ -201,6 +211,15 @@ def key_tile(p, number):
     begin, plain_begin, plain_end, end = row_blocks(j0, last_key, sq, sk, p.left, p.right, p.V.BM, p.V.HAS_LEFT, p.V.HAS_RIGHT)
     if p.V.VARLEN:
         end = gl.where(sk > 0, end, begin)
+    b = head // kv_heads
+    kv_head = head % kv_heads
+    if p.V.INTERVALS > 0:
+        owner = owner + b * p.mask_batch + kv_head * p.group * p.mask_head
+        begin = tile * 0
+        end = tile * 0
+        for member in range(gl.where(p.mask_head == 0, 1, p.group)):
+            counts_ptr = p.mask.counts_ptr + 2 * (owner + member * p.mask_head)
+            end = end + gl.load(counts_ptr) + gl.load(counts_ptr + 1)
     careful_end = begin
     ragged = j0 + p.V.BN > sk
     if p.V.HAS_LEFT:
@@ -219,9 +238,24 @@ def key_tile(p, number):
         band_begin = clamp(band_begin, plain_begin, plain_end)
         band_end = clamp(band_end, band_begin, plain_end)
     return KeyTile(
-        head // kv_heads, head % kv_heads, q_start, k_start, sq, sk, j0, first_tile,
-        begin, careful_end, plain_begin, band_begin, band_end, plain_end, end,
+        b, kv_head, q_start, k_start, sq, sk, j0, first_tile,
+        begin, careful_end, plain_begin, band_begin, band_end, plain_end, end, owner,
     )  # fmt: skip
+
+
+@gluon.jit
+def rows_within(p, turn, s, offset, member, i):
+    """Which rows of block i lie in the row intervals of the keys from j0 + offset on: a tile like s [keys, rows]."""
+    HELD: gl.constexpr = p.V.BM // 2 if p.V.WIDE else p.V.BM
+    owner = read_field(p, turn, OWNER, p.V.WARPS) + member * p.mask_head
+    first_ptr = p.mask.folded_ptr + owner.to(gl.int64) * (2 * p.V.INTERVALS * p.V.BN) + offset
+    keys = first_ptr + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+    begin = i * p.V.BM
+    seen = rows_from(s, gl.load(keys) - begin, HELD, True) & rows_before(s, gl.load(keys + p.V.BN) - begin, HELD, True)
+    if p.V.INTERVALS == 2:
+        before = rows_before(s, gl.load(keys + 2 * p.V.BN) - begin, HELD, True)
+        seen = seen & (before | rows_from(s, gl.load(keys + 3 * p.V.BN) - begin, HELD, True))
+    return seen
 
 
 @gluon.jit
@@ -283,16 +317,6 @@ def load_rows(p, t, member, i, count):
     tma_load(p.delta_desc, [row], do_full, p.buffers.delta.index(stage))
     if p.V.TAU:
         tma_load(p.share_desc, [row], do_full, p.buffers.share.index(stage))
-
-
-@gluon.jit
-def load_row_blocks(p, t, count):
-    """All row blocks that see a tile, for every query head of its group; how many there were so far."""
-    for member in range(p.group):
-        for i in range(t.begin, t.end):
-            load_rows(p, t, member, i, count)
-            count += 1
-    return count
 
 
 @gluon.jit

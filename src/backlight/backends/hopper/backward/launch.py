@@ -5,15 +5,16 @@ from typing import Any
 from torch import Tensor
 
 from backlight.backends.hopper.arguments import Packing
-from backlight.backends.hopper.backward.arguments import Terms, Variant, table_numbers, units_of
+from backlight.backends.hopper.backward.arguments import Mask, Terms, Variant, table_numbers, units_of
 from backlight.backends.hopper.backward.dbias import Diagonals
 from backlight.backends.hopper.backward.kernel import _bwd_kernel
 from backlight.backends.hopper.backward.narrow.kernel import ROWS, STAGES, _bwd_narrow_kernel
 from backlight.backends.hopper.backward.prepass import Rows
 from backlight.backends.hopper.compat import LATE_ADDRESSES, OWN_REGISTERS
-from backlight.backends.hopper.config import keys_together, room_for_dv
+from backlight.backends.hopper.config import intervals_of, keys_together, room_for_dv
 from backlight.backends.hopper.launch import Launch, multiprocessors
 from backlight.backends.hopper.primitives import WM
+from backlight.backends.intervals.tiles import LiveTiles, Tiling, live_tiles
 
 
 def tiles(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, block_m: int, block_n: int) -> list[Any]:
@@ -43,6 +44,26 @@ def numbers(launch: Launch, rows: Rows, n_segments: int, block_n: int) -> tuple[
     return programs, [dynamic, counter, n_segments, n_tiles, key_tiles, rows.tiles, together, *launch.geometry]
 
 
+def visiting_rows(launch: Launch, rows: Rows, packing: Packing, block_m: int, block_n: int) -> LiveTiles | None:
+    """The row blocks that see each key tile, under a mask by row intervals."""
+    call = launch.call
+    if call.rows is None:
+        return None
+    borders = (packing.cu_q_ptr, packing.cu_k_ptr, packing.cu_row_tiles_ptr, packing.cu_tiles_ptr) if call.varlen else ()
+    tiling = Tiling(block_m, block_n, rows.tiles, launch.key_tiles(block_n), *borders)
+    return live_tiles(launch.start_beside, call, tiling, of_rows=False)
+
+
+def mask_arguments(tiles: LiveTiles | None) -> tuple[Any, ...]:
+    """mask, mask_batch, mask_head, most."""
+    if tiles is None:
+        return (None,) * 4
+    # steps from mask to mask in key tiles, of which `folded` has one more than there are
+    owned = tiles.counts.shape[1]
+    mask = Mask(tiles.folded, tiles.live, tiles.counts)
+    return mask, tiles.batch_step * owned, tiles.head_step * owned, tiles.most
+
+
 def main_variant(launch: Launch, rows: Rows, diagonals: Diagonals | None, split: bool) -> Variant:
     call, config, spec = launch.call, rows.config, launch.call.spec
     return Variant(
@@ -63,6 +84,7 @@ def main_variant(launch: Launch, rows: Rows, diagonals: Diagonals | None, split:
         TAU=call.tau is not None,
         BAND_FIRST=call.bias is not None and spec.right is not None and spec.bias_origin >= spec.right,
         SLOTS=1 if diagonals is None else diagonals.acc.shape[0],
+        INTERVALS=intervals_of(call),
     )
 
 
@@ -73,6 +95,7 @@ def main_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, diagonals: Di
     packing = Packing(cu_q, cu_k, cu_tiles, rows.first_tiles)
     terms = Terms(launch.table, launch.tau)
     acc = None if config.wide and split else rows.accumulator
+    visiting = visiting_rows(launch, rows, packing, config.block_m, config.block_n)
 
     def describe() -> dict[str, Any]:
         programs, integers = numbers(launch, rows, n_segments, config.block_n)
@@ -88,13 +111,15 @@ def main_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, diagonals: Di
             *integers,
             units_of(call),
             *table_numbers(call),
+            *mask_arguments(visiting),
         ]
         constants = {"V": main_variant(launch, rows, diagonals, split)}
         return {"grid": (programs,), "args": args, "constants": constants, "num_warps": 8, "maxnreg": 168, **LATE_ADDRESSES}
 
     sums = None if diagonals is None else diagonals.acc
-    tensors = (call.q, rows.do, call.k, call.v, dk, dv, rows.lse2, rows.delta, acc, share, sums, *terms, *packing, rows.delta)
-    launch.start(_bwd_kernel, tensors, describe)
+    mask = () if visiting is None else (visiting.folded, visiting.live, visiting.counts)
+    state = (rows.lse2, rows.delta, acc, share, sums)
+    launch.start(_bwd_kernel, (call.q, rows.do, call.k, call.v, dk, dv, *state, *terms, *packing, rows.delta, *mask), describe)
 
 
 def narrow_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor) -> None:
@@ -102,6 +127,7 @@ def narrow_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor) -> None:
     call, block_n = launch.call, 2 * WM.value
     cu_q, cu_k, cu_tiles, n_segments = launch.packing(call.cu_seqlens_k, block_n)
     packing = Packing(cu_q, cu_k, cu_tiles, rows.first_tiles)
+    visiting = visiting_rows(launch, rows, packing, ROWS, block_n)
 
     def describe() -> dict[str, Any]:
         programs, integers = numbers(launch, rows, n_segments, block_n)
@@ -112,10 +138,15 @@ def narrow_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor) -> None:
             rows.delta,
             *integers,
             units_of(call),
+            *mask_arguments(visiting),
         ]
-        variant = Variant(**launch.widths, BM=ROWS, BN=block_n, ST=STAGES, WARPS=4, **launch.flags)
+        variant = Variant(
+            **launch.widths, BM=ROWS, BN=block_n, ST=STAGES, WARPS=4, **launch.flags, INTERVALS=intervals_of(call)
+        )
         options = {"num_warps": 4, "maxnreg": 168, **LATE_ADDRESSES, **OWN_REGISTERS}
         return {"grid": (programs,), "args": args, "constants": {"V": variant}, **options}
 
     state = (rows.lse2, rows.delta, rows.accumulator)
-    launch.start(_bwd_narrow_kernel, (call.q, rows.do, call.k, call.v, dk, dv, *state, *packing, rows.delta), describe)
+    mask = () if visiting is None else (visiting.folded, visiting.live, visiting.counts)
+    tensors = (call.q, rows.do, call.k, call.v, dk, dv, *state, *packing, rows.delta, *mask)
+    launch.start(_bwd_narrow_kernel, tensors, describe)

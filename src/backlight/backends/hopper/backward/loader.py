@@ -8,11 +8,11 @@ from backlight.backends.hopper.backward.key_tiles import (
     drawn,
     key_tile,
     load_keys,
-    load_row_blocks,
     meet_arrivals,
     publish,
     publish_end,
 )
+from backlight.backends.hopper.backward.visits import load_every_row
 from backlight.backends.hopper.barriers import KV_EMPTY, kv_threads
 from backlight.backends.hopper.primitives import bar_sync
 
@@ -38,7 +38,7 @@ def loader(p):
         t = key_tile(p, number)
         publish(p, turn, number, turn, t)
         load_k_and_v(p, t, turn)
-        count = load_row_blocks(p, t, count)
+        count = load_every_row(p, t, count)
         turn += 1
         number = drawn(p)
         going = number < p.n_tiles

@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from backlight.backends.hopper.backward.dbias import add_diagonals
 from backlight.backends.hopper.backward.key_tiles import published, published_tile, store_keys, tile_row
+from backlight.backends.hopper.backward.visits import visited, visits_of
 from backlight.backends.hopper.barriers import (
     BOTH_GROUPS_AND_WARP,
     KV_EMPTY,
@@ -25,6 +26,14 @@ def in_band(p, t, i):
 
 
 @gluon.jit
+def add_dq(p, t, member, i, dq_tile):
+    bar_sync(dq_full(p.V.ST), BOTH_GROUPS_AND_WARP)
+    tma_reduce_add(p.acc_desc, [tile_row(p, t, member, i), 0], dq_tile)
+    tma.store_wait(0)
+    mbarrier.arrive(p.buffers.dq_empty.index(0), count=1)
+
+
+@gluon.jit
 def reducer(p):
     """Moves what `gradients` leaves in shared memory: adds dq tiles and diagonals of ds to global memory, stores dk and dv."""
     dq_tile = p.buffers.dq
@@ -34,7 +43,12 @@ def reducer(p):
     number = published(p, turn, 1)
     while number >= 0:
         t = published_tile(p, turn)
-        if p.V.DBIAS or p.V.DQ_TILES:
+        if p.V.INTERVALS > 0 and p.V.DQ_TILES:
+            for member in range(p.group):
+                visits = visits_of(p, t, member)
+                for j in range(visits.cut + visits.full):
+                    add_dq(p, t, member, visited(p, visits, j), dq_tile)
+        elif p.V.DBIAS or p.V.DQ_TILES:
             for member in range(p.group):
                 for i in range(t.begin, t.end):
                     if p.V.DBIAS:  # noqa: SIM102 (known to the compiler)
@@ -44,10 +58,7 @@ def reducer(p):
                             tma.store_wait(0)
                             mbarrier.arrive(p.buffers.diagonals_empty.index(0), count=1)
                     if p.V.DQ_TILES:
-                        bar_sync(dq_full(p.V.ST), BOTH_GROUPS_AND_WARP)
-                        tma_reduce_add(p.acc_desc, [tile_row(p, t, member, i), 0], dq_tile)
-                        tma.store_wait(0)
-                        mbarrier.arrive(p.buffers.dq_empty.index(0), count=1)
+                        add_dq(p, t, member, i, dq_tile)
         bar_sync(OUT_FULL, BOTH_GROUPS_AND_WARP)
         store_keys(p, t, p.dv_desc, 0, p.buffers.dv)
         store_keys(p, t, p.dk_desc, 0, p.buffers.dk)

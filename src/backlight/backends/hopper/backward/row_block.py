@@ -17,10 +17,12 @@ from backlight.backends.hopper.backward.key_tiles import (
     FIRST_TILE,
     J0,
     KV_HEAD,
+    OUTSIDE,
     PLAIN,
     SK,
     SQ,
     read_field,
+    rows_within,
     seen_rows,
 )
 from backlight.backends.hopper.barriers import BOTH_GROUPS_AND_WARP, Q_EMPTY, dq_full
@@ -81,7 +83,9 @@ def block_bias(p, turn, tile, b):
 def block_weights(p, turn, s, lse, b, MASK: gl.constexpr):
     """p of a tile of scores."""
     pt = weights(s, lse, p.units.scale_log2, True)
-    if MASK != PLAIN:
+    if MASK == OUTSIDE:
+        pt = hidden_out(pt, rows_within(p, turn, s, 0, b.member, b.i), p.V.TAU)
+    elif MASK != PLAIN:
         pt = hidden_out(pt, seen_rows(p, turn, s, 0, b.i, MASK), p.V.TAU)
     return pt
 

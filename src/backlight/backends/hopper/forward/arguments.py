@@ -13,6 +13,14 @@ from backlight.backends.hopper.compat import Maybe, arguments
 from backlight.backends.hopper.forward.ring import Ring
 
 
+class Mask(NamedTuple):
+    """A mask by row intervals: the tiles to visit (intervals/kernels.py), and the first key tile of each packed sequence."""
+
+    live_ptr: Any
+    counts_ptr: Any
+    cu_key_tiles_ptr: Any
+
+
 class Scale(NamedTuple):
     """Factors from scores to logits, natural and in base 2.
 
@@ -68,6 +76,8 @@ class Variant(NamedTuple):
     SAVE_U: bool
     # biased blocks keep the first maximum too
     BIAS_KEEPS_MAX: bool
+    # row intervals of a key: 0 without such a mask, which has causal and window folded in
+    INTERVALS: int
 
 
 @arguments
@@ -75,6 +85,8 @@ class Buffers:
     """Shared memory of a CTA besides the rings of K and V, and its mbarriers.
 
     tile: published tiles (tiles.py); overflow: for each warpgroup the first tile that it has to do again (overflow.py).
+    intervals: first rows and ends of the keys of each tile of V, one vector after the other; entry: what the list of tiles to
+    visit says of it.
     """
 
     q: gl.shared_memory_descriptor
@@ -82,6 +94,8 @@ class Buffers:
     u: Maybe
     tile: gl.shared_memory_descriptor
     overflow: Maybe
+    intervals: Maybe
+    entry: Maybe
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     gate_full: Maybe
@@ -109,6 +123,12 @@ class Forward(Sizes):
     terms: Maybe
     n_bias: Maybe
     bias_origin: Maybe
+    folded_desc: Maybe
+    mask: Maybe
+    mask_batch: Maybe
+    mask_head: Maybe
+    key_tiles: Maybe
+    most: Maybe
     V: gl.constexpr
     buffers: Buffers
     k: Ring

@@ -12,11 +12,13 @@ from backlight.backends.hopper.compat import arguments, warpgroup_mma_wait
 from backlight.backends.hopper.forward.overflow import largest_sum, stores_tile, ticket_of
 from backlight.backends.hopper.forward.ring import hand_on_turn, release, ring_stage, skip_stage, wait_full, wait_turn
 from backlight.backends.hopper.forward.scores import (
+    at_edge,
     cap_of,
     far_blocks_end,
     first_max_step,
     first_sums,
     hide,
+    hide_outside,
     lse_of,
     scored,
     seen_scores,
@@ -83,7 +85,10 @@ def first_block(p, q, view, row_max, row_sum, count):
     o = no_products(p.V.BDV)
     s = take_scores(p, q, count)
     s = with_bias(p, view, scored(p, s, cap_of(p, s)), view.end - 1)
-    if p.V.MASKED:
+    if p.V.INTERVALS > 0:
+        if at_edge(view, view.end - 1):
+            s = hide_outside(p, view, s, count)
+    elif p.V.MASKED:
         s = hide(p, s, view.position, view.end - 1, view.sk)
     p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
     return Rows(o, as_weights(p32, o, p.q_desc.dtype), row_max, row_sum, rescale)
@@ -117,10 +122,10 @@ def advance(p, q, view, rows, count, block, far_end, W: gl.constexpr):
         if block < far_end:
             p32, row_sum = first_max_step(p, s, y, row_max, row_sum)
         else:
-            s = seen_scores(p, view, s, y, block)
+            s = seen_scores(p, view, s, y, block, count)
             p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
     else:
-        s = seen_scores(p, view, s, y, block)
+        s = seen_scores(p, view, s, y, block, count)
         p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
     if p.V.EARLY_P:
         new_weights = as_weights(p32, o, dtype)

@@ -13,13 +13,16 @@ from backlight.backends.hopper.config import (
     elastic_config,
     forward_config,
     heads_together,
+    intervals_of,
+    is_masked,
     share_q_and_o,
 )
-from backlight.backends.hopper.forward.arguments import Scale, Terms, Variant
+from backlight.backends.hopper.forward.arguments import Mask, Scale, Terms, Variant
 from backlight.backends.hopper.forward.kernel import _fwd_kernel
-from backlight.backends.hopper.launch import Launch, multiprocessors, readable
+from backlight.backends.hopper.launch import Launch, descriptor, multiprocessors, readable, vector_fields
 from backlight.backends.hopper.primitives import LN2
 from backlight.backends.hopper.terms import cap_factor, single
+from backlight.backends.intervals.tiles import LiveTiles, Tiling, live_tiles
 from backlight.call import Call
 from backlight.spec import LOG2E
 
@@ -42,7 +45,7 @@ class Schedule:
         row_tiles = launch.row_tiles(config.block_m)
         n_tiles = row_tiles * launch.batch * launch.heads
         programs = min(n_tiles, multiprocessors(call.q.device)) if config.persistent else n_tiles
-        uneven = call.spec.masked or call.varlen
+        uneven = is_masked(call) or call.varlen
         return cls(config, row_tiles, n_tiles, programs, uneven, uneven and config.drawn and programs < n_tiles)
 
 
@@ -56,7 +59,10 @@ def scale_of(call: Call) -> Scale:
 def variant_of(launch: Launch, schedule: Schedule, save_u: bool) -> Variant:
     call, config, flags = launch.call, schedule.config, launch.flags
     even = not schedule.uneven and launch.sk % config.block_n == 0
-    keep_first_max = config.keep_first_max and call.spec.left is None
+    intervals = intervals_of(call)
+    share = share_q_and_o(config, launch.bd, launch.bdv, intervals)
+    assert not (share and config.q_buffers > 1), "O would overwrite the Q of the next tile"
+    keep_first_max = config.keep_first_max and (call.spec.left is None or intervals > 0)
     return Variant(
         D=launch.d,
         BD=launch.bd,
@@ -66,12 +72,12 @@ def variant_of(launch: Launch, schedule: Schedule, save_u: bool) -> Variant:
         ST=config.stages,
         QB=config.q_buffers,
         **flags,
-        MASKED=flags["HAS_LEFT"] or flags["HAS_RIGHT"] or not even,
+        MASKED=flags["HAS_LEFT"] or flags["HAS_RIGHT"] or intervals > 0 or not even,
         EARLY_P=config.early_p,
         LATE_RESCALE=config.late_rescale,
         PINGPONG=config.pingpong,
         KEEP_FIRST_MAX=keep_first_max,
-        SHARE_QO=share_q_and_o(config, launch.bd, launch.bdv),
+        SHARE_QO=share,
         SOFTCAP=call.spec.softcap is not None,
         BIAS=call.bias is not None,
         SINK=call.sink is not None,
@@ -79,6 +85,7 @@ def variant_of(launch: Launch, schedule: Schedule, save_u: bool) -> Variant:
         TAU=call.tau is not None,
         SAVE_U=save_u,
         BIAS_KEEPS_MAX=keep_first_max and call.bias is not None and call.spec.softcap is None,
+        INTERVALS=intervals,
     )
 
 
@@ -93,6 +100,7 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
         return y.zero_(), lse.copy_(torch.as_tensor(empty)), None if u is None else u.zero_()
     schedule = launch.once("forward", lambda: Schedule.of(launch))
     cu_q, cu_k, first_tiles, n_segments = launch.packing(call.cu_seqlens_q, schedule.config.block_m)
+    tiles = visited_tiles(launch, schedule, cu_q, cu_k, first_tiles)
     counter = launch.counter(schedule.dynamic)
     gate = None if call.gate is None else readable(call.gate)
     learned = launch.table, launch.sink, launch.tau
@@ -118,11 +126,34 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
             Terms(*learned, cap_factor(call), None if cap is None else cap * LOG2E),
             None if call.bias is None else call.bias.shape[1],
             None if call.bias is None else call.spec.bias_origin,
+            *mask_arguments(launch, schedule, tiles),
         ]
         constants = {"V": variant_of(launch, schedule, u is not None)}
         maxnreg = 168 if config.consumers == 2 else 128
         return {"grid": (schedule.programs,), "args": args, "constants": constants, "num_warps": 4, "maxnreg": maxnreg}
 
-    tensors = (call.q, call.k, call.v, y, lse, cu_q, cu_k, first_tiles, counter, gate, u, *learned)
+    mask = (None,) * 4 if tiles is None else (tiles.folded, tiles.live, tiles.counts, tiles.first_key_tiles)
+    tensors = (call.q, call.k, call.v, y, lse, cu_q, cu_k, first_tiles, counter, gate, u, *learned, *mask)
     launch.start(_fwd_kernel, tensors, describe)
     return y, lse, u
+
+
+def visited_tiles(launch: Launch, schedule: Schedule, cu_q: Tensor, cu_k: Tensor, first_tiles: Tensor) -> LiveTiles | None:
+    """The key blocks that row tiles visit under a mask by row intervals."""
+    call, config = launch.call, schedule.config
+    if call.rows is None:
+        return None
+    packing: tuple[Tensor, ...] = ()
+    if call.cu_seqlens_k is not None:
+        packing = (cu_q, cu_k, first_tiles, launch.first_tiles(call.cu_seqlens_k, config.block_n))
+    tiling = Tiling(config.block_m, config.block_n, schedule.row_tiles, launch.key_tiles(config.block_n), *packing)
+    return live_tiles(launch.start_beside, call, tiling, of_rows=True)
+
+
+def mask_arguments(launch: Launch, schedule: Schedule, tiles: LiveTiles | None) -> tuple[Any, ...]:
+    if tiles is None:
+        return (None,) * 6
+    block = schedule.config.block_n
+    folded = descriptor(tiles.folded, vector_fields(tiles.folded.numel(), block))
+    mask = Mask(tiles.live, tiles.counts, tiles.first_key_tiles)
+    return folded, mask, tiles.batch_step, tiles.head_step, launch.key_tiles(block), tiles.most

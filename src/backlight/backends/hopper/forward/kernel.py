@@ -22,7 +22,7 @@ from backlight.backends.hopper.forward.consumer import plain_consumer
 from backlight.backends.hopper.forward.elastic import elastic_consumer
 from backlight.backends.hopper.forward.producer import producer
 from backlight.backends.hopper.forward.ring import Ring
-from backlight.backends.hopper.forward.tiles import SLOT
+from backlight.backends.hopper.forward.tiles import slot_size
 from backlight.backends.hopper.primitives import WM, barriers, tiles_of
 
 
@@ -53,7 +53,13 @@ def memory_of(dtype: gl.constexpr, V: gl.constexpr):
     gate_full = None
     if V.GATE:
         gate_full = barriers(NC, 1)
-    tile = gl.allocate_shared_memory(gl.int32, [4 * SLOT, 1], number)
+    tile = gl.allocate_shared_memory(gl.int32, [4 * slot_size(V.INTERVALS), 1], number)
+    intervals = None
+    entry = None
+    if V.INTERVALS > 0:
+        rows_l: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+        intervals = gl.allocate_shared_memory(gl.int32, [V.ST * 2 * V.INTERVALS, V.BN], rows_l)
+        entry = gl.allocate_shared_memory(gl.int32, [V.ST, 1], number)
     overflow = None
     if V.KEEP_FIRST_MAX:
         overflow = gl.allocate_shared_memory(gl.int32, [4, 1], number)
@@ -61,17 +67,18 @@ def memory_of(dtype: gl.constexpr, V: gl.constexpr):
             overflow.index(w).store(gl.full([1], -1, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
     q_full = barriers(NC if V.QB == 1 else V.QB * SLOTS, 1)
     q_empty = barriers(NC if V.QB == 1 else V.QB * SLOTS, 1)
-    return Buffers(q, o, u, tile, overflow, q_full, q_empty, gate_full), k, v
+    return Buffers(q, o, u, tile, overflow, intervals, entry, q_full, q_empty, gate_full), k, v
 
 
 NUMBERS = ["dynamic", "n_segments", "n_tiles", "row_tiles", "together", "heads", "group", "sq", "sk", "left", "right"]
 
 
-@gluon.jit(do_not_specialize=[*NUMBERS, "n_bias", "bias_origin"])
+@gluon.jit(do_not_specialize=[*NUMBERS, "n_bias", "bias_origin", "mask_batch", "mask_head", "key_tiles", "most"])
 def _fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, packing, counter_ptr,
     dynamic, n_segments, n_tiles, row_tiles, together, heads, group, sq, sk, left, right,
-    scale, gate_desc, u_desc, terms, n_bias, bias_origin, V: gl.constexpr,
+    scale, gate_desc, u_desc, terms, n_bias, bias_origin,
+    folded_desc, mask, mask_batch, mask_head, key_tiles, most, V: gl.constexpr,
 ):  # fmt: skip
     buffers, k_tiles, v_tiles = memory_of(q_desc.dtype, V)
     k = Ring(k_tiles, barriers(V.ST, 1), FORWARD_EMPTY, V.NC * 128 + 32)
@@ -79,7 +86,8 @@ def _fwd_kernel(
     p = Forward(
         heads, group, sq, sk, left, right, q_desc, k_desc, v_desc, o_desc, lse_ptr, packing, counter_ptr,
         dynamic, n_segments, n_tiles, row_tiles, together,
-        scale, gate_desc, u_desc, terms, n_bias, bias_origin, V, buffers, k, v,
+        scale, gate_desc, u_desc, terms, n_bias, bias_origin,
+        folded_desc, mask, mask_batch, mask_head, key_tiles, most, V, buffers, k, v,
     )  # fmt: skip
     fence_async_shared()
     if V.NC == 2:

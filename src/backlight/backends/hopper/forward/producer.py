@@ -7,10 +7,31 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from backlight.backends.hopper.compat import arguments, tma_load
 from backlight.backends.hopper.forward.overflow import first_overflows, next_overflows
 from backlight.backends.hopper.forward.ring import ring_stage, wait_empty
-from backlight.backends.hopper.forward.tiles import END, draw, lengths, locate_tile, publish, q_buffer, q_phase, tile_blocks
+from backlight.backends.hopper.forward.tiles import (
+    CUT,
+    END,
+    LIVE,
+    draw,
+    lengths,
+    locate_tile,
+    publish,
+    q_buffer,
+    q_phase,
+    tile_blocks,
+    write_field,
+)
 from backlight.backends.hopper.primitives import WM, load_tile
+from backlight.backends.intervals.kernels import KINDS
+
+
+@gluon.jit
+def load_stage(p, ring, desc, count, b, h, start, length, row):
+    """Rows of a key head into a stage of a ring that is free, and that expects them."""
+    stage = ring_stage(ring, count)
+    load_tile(desc, b, h, start, length, row, ring.full.index(stage), ring.tiles.index(stage), p.V.VARLEN)
 
 
 @gluon.jit
@@ -20,7 +41,58 @@ def feed(p, ring, desc, count, b, h, start, length, row):
     if count >= p.V.ST:
         wait_empty(ring, stage)
     mbarrier.expect(ring.full.index(stage), desc.block_type.nbytes)
-    load_tile(desc, b, h, start, length, row, ring.full.index(stage), ring.tiles.index(stage), p.V.VARLEN)
+    load_stage(p, ring, desc, count, b, h, start, length, row)
+
+
+@arguments
+class Visits:
+    """Key blocks that a tile visits under a mask by row intervals.
+
+    live_ptr: their list (intervals/kernels.py); cut, full: how many have to be masked, and how many not; first: where the
+    intervals of the sequence's first key block lie.
+    """
+
+    live_ptr: gl.tensor
+    cut: gl.tensor
+    full: gl.tensor
+    first: gl.tensor
+
+
+@gluon.jit
+def visits_of(p, b, h, z, block):
+    row_tile = block
+    key_tile = block * 0
+    if p.V.VARLEN:
+        row_tile = block + gl.load(p.packing.cu_tiles_ptr + z)
+        key_tile = gl.load(p.mask.cu_key_tiles_ptr + z)
+    m = b * p.mask_batch + h * p.mask_head
+    owner = m.to(gl.int64) * p.row_tiles + row_tile
+    cut = gl.load(p.mask.counts_ptr + 2 * owner)
+    full = gl.load(p.mask.counts_ptr + 2 * owner + 1)
+    return Visits(p.mask.live_ptr + owner * p.most, cut, full, m * (p.key_tiles + 1) + key_tile)
+
+
+@gluon.jit
+def next_entry(p, visits, j):
+    """Entry number j of a list; anything beyond its end."""
+    at = gl.where(j < visits.cut, j, p.most - 1 - (j - visits.cut))
+    return gl.load(visits.live_ptr + gl.maximum(at, 0))
+
+
+@gluon.jit
+def feed_intervals(p, visits, entry, count):
+    """What the list says of a key block, and the row intervals of its keys, beside tile number `count` of V."""
+    N: gl.constexpr = 2 * p.V.INTERVALS
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    stage = ring_stage(p.v, count)
+    full = p.v.full.index(stage)
+    if count >= p.V.ST:
+        wait_empty(p.v, stage)
+    p.buffers.entry.index(stage).store(gl.full([1], entry, gl.int32, one))
+    mbarrier.expect(full, p.v_desc.block_type.nbytes + N * p.V.BN * 4)
+    at = (visits.first + entry // KINDS) * N
+    for i in gl.static_range(N):
+        tma_load(p.folded_desc, [(at + i) * p.V.BN], full, p.buffers.intervals.index(stage * N + i))
 
 
 @gluon.jit
@@ -35,7 +107,14 @@ def send(p, tile, head, z, block, ticket, count, turn):
     h = head % p.heads
     q_start, k_start, sq, sk = lengths(p, z)
     i0 = block * BM
-    begin, _, _, end = tile_blocks(p, i0, BM, sq, sk)
+    if p.V.INTERVALS > 0:
+        visits = visits_of(p, b, h, z, block)
+        begin, end = block * 0, visits.cut + visits.full
+        write_field(p, turn & 3, LIVE, end)
+        write_field(p, turn & 3, CUT, visits.cut)
+        entry = next_entry(p, visits, begin)
+    else:
+        begin, _, _, end = tile_blocks(p, i0, BM, sq, sk)
     publish(p, turn & 3, head, z, block, ticket)
     for w in gl.static_range(NC):
         at = q_buffer(p, turn, w)
@@ -50,8 +129,20 @@ def send(p, tile, head, z, block, ticket, count, turn):
         ahead = count + end - begin
     for j in range(end - begin):
         key = (end - 1 - j) * p.V.BN
-        feed(p, p.k, p.k_desc, count + ahead, b, h // p.group, k_start, sk, key)
-        feed(p, p.v, p.v_desc, count, b, h // p.group, k_start, sk, key)
+        if p.V.INTERVALS > 0:
+            visited = entry
+            key = visited // KINDS * p.V.BN
+            # asked for while this block waits for its stages
+            entry = next_entry(p, visits, j + 1)
+            feed(p, p.k, p.k_desc, count, b, h // p.group, k_start, sk, key)
+            if j < visits.cut:
+                feed_intervals(p, visits, visited, count)
+                load_stage(p, p.v, p.v_desc, count, b, h // p.group, k_start, sk, key)
+            else:
+                feed(p, p.v, p.v_desc, count, b, h // p.group, k_start, sk, key)
+        else:
+            feed(p, p.k, p.k_desc, count + ahead, b, h // p.group, k_start, sk, key)
+            feed(p, p.v, p.v_desc, count, b, h // p.group, k_start, sk, key)
         count += 1
         if p.V.QB > 1:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
             if (j == 0) & (ticket >= 0):

@@ -6,6 +6,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from backlight.backends.hopper.forward.ring import ring_stage, wait_full
 from backlight.backends.hopper.primitives import (
     INF,
     LN2,
@@ -19,6 +20,8 @@ from backlight.backends.hopper.primitives import (
     row_sum_layout,
 )
 from backlight.backends.hopper.terms import bias_tile, cap_ratio, cap_whole, sink_sums
+from backlight.backends.intervals.kernels import END as LAST
+from backlight.backends.intervals.kernels import FIRST, HOLE
 
 # in the place of +inf where it stands in a difference: 2^127, which fp32 holds exactly
 LARGEST = gl.constexpr(1.7014118346046923e38)
@@ -82,17 +85,45 @@ def hide(p, s, position, block, sk):
 
 
 @gluon.jit
+def hide_outside(p, view, s, count):
+    """Scores of a block, masked by the row intervals of its keys, which have come with tile number `count` of V."""
+    wait_full(p.v, count)
+    stage = ring_stage(p.v, count)
+    four: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    entry = gl.max(p.buffers.entry.index(stage).load(four), 0)
+    row = gl.expand_dims(view.i0 + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)), 1)
+    if (entry & FIRST) != 0:
+        s = gl.where(row >= limit_of(p, s, stage, 0), s, -INF)
+    if (entry & LAST) != 0:
+        s = gl.where(row < limit_of(p, s, stage, 1), s, -INF)
+    if p.V.INTERVALS == 2:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
+        if (entry & HOLE) != 0:
+            s = gl.where((row < limit_of(p, s, stage, 2)) | (row >= limit_of(p, s, stage, 3)), s, -INF)
+    return s
+
+
+@gluon.jit
+def limit_of(p, s, stage, WHICH: gl.constexpr):
+    """First rows or ends of a block's keys beside its scores."""
+    limits = p.buffers.intervals.index(stage * (2 * p.V.INTERVALS) + WHICH)
+    return gl.expand_dims(limits.load(gl.SliceLayout(0, s.type.layout)), 0)
+
+
+@gluon.jit
 def at_edge(view, block):
     """Whether a key block needs a mask."""
     return (block >= view.plain_end) | (block < view.plain_begin)
 
 
 @gluon.jit
-def seen_scores(p, view, s, y, block):
+def seen_scores(p, view, s, y, block, count):
     """Scores of one key block with terms and, where the block needs it, masked."""
     if not p.V.BIAS_KEEPS_MAX:
         s = with_bias(p, view, scored(p, s, y), block)
-    if p.V.HAS_LEFT or p.V.HAS_RIGHT:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
+    if p.V.INTERVALS > 0:
+        if at_edge(view, block):
+            s = hide_outside(p, view, s, count)
+    elif p.V.HAS_LEFT or p.V.HAS_RIGHT:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
         if at_edge(view, block):
             s = hide(p, s, view.position, block, view.sk)
     return s

@@ -12,13 +12,21 @@ from backlight.backends.hopper.terms import TABLE_PAD
 
 # a published tile: batch * heads + head (END when there is none left), packed sequence, row block; four slots, because a
 # consumer reads its tile once more at the end of it, when the producer may be two tiles ahead
-SLOT = gl.constexpr(4)
 END = gl.constexpr(-1)
 HEAD = gl.constexpr(0)
 SEGMENT = gl.constexpr(1)
 BLOCK = gl.constexpr(2)
 # number of the tile, or -1 - (8 * number + warpgroups) when it is done again for some warpgroups (a bit for each)
 TICKET = gl.constexpr(3)
+# with a mask by row intervals: key blocks to visit, and how many of them, the first ones, have to be masked
+LIVE = gl.constexpr(4)
+CUT = gl.constexpr(5)
+
+
+@gluon.constexpr_function
+def slot_size(INTERVALS):
+    """Numbers of a published tile."""
+    return 8 if INTERVALS else 4
 
 
 @gluon.jit
@@ -75,19 +83,24 @@ def tile_blocks(p, i0, rows, sq, sk):
 
 
 @gluon.jit
-def publish(p, slot, head, z, block, ticket):
+def write_field(p, slot, FIELD: gl.constexpr, value):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    p.buffers.tile.index(slot * SLOT + HEAD).store(gl.full([1], head, gl.int32, one))
-    p.buffers.tile.index(slot * SLOT + SEGMENT).store(gl.full([1], z, gl.int32, one))
-    p.buffers.tile.index(slot * SLOT + BLOCK).store(gl.full([1], block, gl.int32, one))
+    p.buffers.tile.index(slot * slot_size(p.V.INTERVALS) + FIELD).store(gl.full([1], value, gl.int32, one))
+
+
+@gluon.jit
+def publish(p, slot, head, z, block, ticket):
+    write_field(p, slot, HEAD, head)
+    write_field(p, slot, SEGMENT, z)
+    write_field(p, slot, BLOCK, block)
     if p.V.KEEP_FIRST_MAX:
-        p.buffers.tile.index(slot * SLOT + TICKET).store(gl.full([1], ticket, gl.int32, one))
+        write_field(p, slot, TICKET, ticket)
 
 
 @gluon.jit
 def read_field(p, slot, FIELD: gl.constexpr):
     four: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(p.buffers.tile.index(slot * SLOT + FIELD).load(four), 0)
+    return gl.max(p.buffers.tile.index(slot * slot_size(p.V.INTERVALS) + FIELD).load(four), 0)
 
 
 @gluon.jit
@@ -133,7 +146,8 @@ class View:
     """What the 64 rows of a warpgroup see of their tile.
 
     Rows from i0 on, at positions `position`; key blocks [tile_begin, tile_end) of the whole tile, [begin, end) of these rows,
-    [plain_begin, plain_end) without a mask; column: entry of the head's bias table for the first row and key 0.
+    [plain_begin, plain_end) without a mask; column: entry of the head's bias table for the first row and key 0. Under a mask by
+    row intervals blocks are counted down in the order in which they are visited, those to be masked first.
     """
 
     i0: gl.tensor
@@ -157,10 +171,15 @@ def view_of(p, head, slot, W: gl.constexpr, row_l: gl.constexpr):
     q_start, _, sq, sk = lengths(p, read_field(p, slot, SEGMENT))
     i0 = tile + W * WM
     position = i0 + sk - sq + gl.arange(0, WM, row_l)
-    tile_begin, _, _, tile_end = tile_blocks(p, tile, p.V.NC * WM, sq, sk)
-    begin, plain_begin, plain_end, end = tile_blocks(p, i0, WM, sq, sk)
-    begin = gl.minimum(begin, tile_end - 1)
-    end = clamp(end, begin + 1, tile_end)
+    if p.V.INTERVALS > 0:
+        tile_begin, tile_end = i0 * 0, read_field(p, slot, LIVE)
+        begin, plain_begin, end = tile_begin, tile_begin, tile_end
+        plain_end = end - read_field(p, slot, CUT)
+    else:
+        tile_begin, _, _, tile_end = tile_blocks(p, tile, p.V.NC * WM, sq, sk)
+        begin, plain_begin, plain_end, end = tile_blocks(p, i0, WM, sq, sk)
+        begin = gl.minimum(begin, tile_end - 1)
+        end = clamp(end, begin + 1, tile_end)
     table_ptr = p.terms.table_ptr
     column = i0
     if p.V.BIAS:

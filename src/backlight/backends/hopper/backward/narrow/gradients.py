@@ -11,6 +11,7 @@ from backlight.backends.hopper.backward.key_tiles import (
     END,
     FIRST_ROWS,
     LAST_ROWS,
+    OUTSIDE,
     PLAIN,
     PLAIN_BEGIN,
     PLAIN_END,
@@ -20,6 +21,7 @@ from backlight.backends.hopper.backward.key_tiles import (
 )
 from backlight.backends.hopper.backward.narrow.reducer import dk_dv_memory
 from backlight.backends.hopper.backward.narrow.row_block import Sums, dq_of_before, leave_dq, row_block, tile_layout
+from backlight.backends.hopper.backward.visits import published_count, published_visit
 from backlight.backends.hopper.barriers import BOTH_GROUPS, GROUP_AND_WARP, NARROW_DQ_FULL, NARROW_DS_FULL
 from backlight.backends.hopper.compat import smem_reinterpret, warpgroup_mma_wait
 from backlight.backends.hopper.primitives import WM, bar_arrive, opaque
@@ -29,7 +31,17 @@ from backlight.backends.hopper.primitives import WM, bar_arrive, opaque
 def row_loop(p, turn, sums, side, FIRST: gl.constexpr, LAST: gl.constexpr, W: gl.constexpr, MASK: gl.constexpr):
     """Row blocks between two of the published borders."""
     for i in range(read_field(p, turn, FIRST, p.V.WARPS), read_field(p, turn, LAST, p.V.WARPS)):
-        sums = row_block(p, turn, sums, side, i, W, MASK)
+        sums = row_block(p, turn, sums, side, i, i, W, MASK)
+    return sums
+
+
+@gluon.jit
+def listed_rows(p, turn, sums, side, member, W: gl.constexpr):
+    """Row blocks of a query head under a mask by row intervals."""
+    for j in range(published_count(p, turn, member, 0)):
+        sums = row_block(p, turn, sums, side, member, published_visit(p, turn, member, j, 0), W, OUTSIDE)
+    for j in range(published_count(p, turn, member, 1)):
+        sums = row_block(p, turn, sums, side, member, j, W, PLAIN)
     return sums
 
 
@@ -57,13 +69,16 @@ def gradients(p, W: gl.constexpr):
         side = visit & 1
         if read_field(p, turn, END, p.V.WARPS) > read_field(p, turn, BEGIN, p.V.WARPS):
             mbarrier.wait(p.buffers.kv_full.index(side), (visit >> 1) & 1)
-        for _member in range(p.group):
-            if p.V.HAS_LEFT:
-                sums = row_loop(p, turn, sums, side, BEGIN, CAREFUL_END, W, BOTH_ENDS)
-            sums = row_loop(p, turn, sums, side, CAREFUL_END, PLAIN_BEGIN, W, FIRST_ROWS)
-            sums = row_loop(p, turn, sums, side, PLAIN_BEGIN, PLAIN_END, W, PLAIN)
-            if p.V.HAS_LEFT:
-                sums = row_loop(p, turn, sums, side, PLAIN_END, END, W, LAST_ROWS)
+        for member in range(p.group):
+            if p.V.INTERVALS > 0:
+                sums = listed_rows(p, turn, sums, side, member, W)
+            else:
+                if p.V.HAS_LEFT:
+                    sums = row_loop(p, turn, sums, side, BEGIN, CAREFUL_END, W, BOTH_ENDS)
+                sums = row_loop(p, turn, sums, side, CAREFUL_END, PLAIN_BEGIN, W, FIRST_ROWS)
+                sums = row_loop(p, turn, sums, side, PLAIN_BEGIN, PLAIN_END, W, PLAIN)
+                if p.V.HAS_LEFT:
+                    sums = row_loop(p, turn, sums, side, PLAIN_END, END, W, LAST_ROWS)
         count = sums.count
         before = sums.before
         mbarrier.wait(p.buffers.out_empty.index(W), ((count + turn) & 1) ^ 1)

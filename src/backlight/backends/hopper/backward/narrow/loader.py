@@ -8,11 +8,11 @@ from backlight.backends.hopper.backward.key_tiles import (
     drawn,
     key_tile,
     load_keys,
-    load_row_blocks,
     meet_arrivals,
     publish,
     publish_end,
 )
+from backlight.backends.hopper.backward.visits import load_every_row
 from backlight.backends.hopper.primitives import WM
 
 
@@ -35,7 +35,7 @@ def loader(p):
                 load_keys(p, t, p.k_desc, w * WM, full, p.buffers.k.index(side * 2 + w))
                 load_keys(p, t, p.v_desc, w * WM, full, p.buffers.v.index(side * 2 + w))
             visits += 1
-        count = load_row_blocks(p, t, count)
+        count = load_every_row(p, t, count)
         turn += 1
         number = drawn(p)
     publish_end(p, turn)

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from backlight.backends.hopper.backward.dq_convert import dq_half_layout
-from backlight.backends.hopper.backward.key_tiles import PLAIN, seen_rows
+from backlight.backends.hopper.backward.key_tiles import OUTSIDE, PLAIN, rows_within, seen_rows
 from backlight.backends.hopper.barriers import (
     BOTH_GROUPS,
     BOTH_GROUPS_AND_WARP,
@@ -57,7 +57,7 @@ def leave_dq(p, dq, uses, W: gl.constexpr):
 
 
 @gluon.jit
-def row_block(p, turn, sums, side, i, W: gl.constexpr, MASK: gl.constexpr):
+def row_block(p, turn, sums, side, member, i, W: gl.constexpr, MASK: gl.constexpr):
     """One row block: dq of the one before goes out, dk and dv grow."""
     dk = sums.dk
     dv = sums.dv
@@ -82,7 +82,9 @@ def row_block(p, turn, sums, side, i, W: gl.constexpr, MASK: gl.constexpr):
     s = warpgroup_mma_wait(PIECES, deps=[s_token])
     # row values are read late: registers are short
     pt = weights(s, p.buffers.lse.index(stage).load(row_l), p.units.scale_log2, True)
-    if MASK != PLAIN:
+    if MASK == OUTSIDE:
+        pt = hidden_out(pt, rows_within(p, turn, s, W * WM, member, i), False)
+    elif MASK != PLAIN:
         pt = hidden_out(pt, seen_rows(p, turn, s, W * WM, i, MASK), False)
     dp = warpgroup_mma_wait(0, deps=[dp_token])
     p16 = gl.convert_layout(pt.to(dtype), a_l, assert_trivial=True)

@@ -1,0 +1,262 @@
+"""Small kernels in front of the large ones of a call with a mask by row intervals (math.md section 12).
+
+Kernels read intervals by key tiles: `folded` [masks, key tiles + 1, 2 w, BN], rows counted from the first of the key's own
+sequence, causal and window folded in (eq. 62). Two intervals are disjoint (eq. 61) and come as one with a hole: first, end, and
+those of the hole. Keys that do not exist and keys that nobody sees have intervals without a row; so has every key of the last
+tile, which a program visits that has nothing to visit.
+
+Which tiles are visited is a list for each tile that a program owns: live [masks, owned tiles, most]. What has to be masked
+stands at its front, the rest at its end in reverse, so that one sweep fills it; `counts` [masks, owned tiles, 2] says how many
+of either. An entry is KINDS times the number of the other tile plus what is to be compared, of FIRST, END, HOLE and GEOMETRY.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+# rows below every one and beyond every one; differences of two of them stay within 32 bits
+NO_ROW = tl.constexpr(1 << 30)
+# what a visited tile has to compare: rows with the first of each interval, its end, its hole; positions with causal and window
+FIRST = tl.constexpr(1)
+END = tl.constexpr(2)
+HOLE = tl.constexpr(4)
+GEOMETRY = tl.constexpr(8)
+KINDS = tl.constexpr(16)
+
+
+class Packing(NamedTuple):
+    """Borders of packed sequences, and the first row tile and key tile of each."""
+
+    cu_q: Any
+    cu_k: Any
+    cu_row_tiles: Any
+    cu_key_tiles: Any
+
+
+class Sequence(NamedTuple):
+    """The sequence of a tile: its first row, its rows and keys, its first tiles, and the tile's number inside it."""
+
+    q_start: Any
+    k_start: Any
+    sq: Any
+    sk: Any
+    row_tile: Any
+    key_tile: Any
+    tile: Any
+
+
+@triton.jit
+def locate(tile, cu_tiles_ptr, n_segments):
+    """Packed sequences: which one a tile belongs to; the last where there is none."""
+    low = 0
+    high = n_segments
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(cu_tiles_ptr + middle + 1) <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return tl.minimum(low, n_segments - 1)
+
+
+@triton.jit
+def sequence_of(tile, packing, sq, sk, n_segments, VARLEN: tl.constexpr, OF_ROWS: tl.constexpr):
+    found = Sequence(0, 0, sq, sk, 0, 0, tile)
+    if VARLEN:
+        if OF_ROWS:
+            z = locate(tile, packing.cu_row_tiles, n_segments)
+        else:
+            z = locate(tile, packing.cu_key_tiles, n_segments)
+        q_start = tl.load(packing.cu_q + z)
+        k_start = tl.load(packing.cu_k + z)
+        row_tile = tl.load(packing.cu_row_tiles + z)
+        key_tile = tl.load(packing.cu_key_tiles + z)
+        own_sq = tl.load(packing.cu_q + z + 1) - q_start
+        own_sk = tl.load(packing.cu_k + z + 1) - k_start
+        if OF_ROWS:
+            tile = tile - row_tile
+        else:
+            tile = tile - key_tile
+        found = Sequence(q_start, k_start, own_sq, own_sk, row_tile, key_tile, tile)
+    return found
+
+
+@triton.jit
+def folded_interval(rows_ptr, end_stride, which, key, own, exists, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+                    POS: tl.constexpr):  # fmt: skip
+    """[first, end) of one interval of keys (eq. 62), (NO_ROW, 0) where it holds no row (with POS (NO_ROW, -NO_ROW))."""
+    first = tl.load(rows_ptr + 2 * which * end_stride, mask=exists, other=0)
+    end = tl.load(rows_ptr + (2 * which + 1) * end_stride, mask=exists, other=0)
+    nobody = 0
+    if POS:
+        nobody = -NO_ROW
+        first = tl.maximum(first, -NO_ROW)
+        end = tl.minimum(end, NO_ROW)
+    else:
+        first = tl.maximum(first, own.q_start) - own.q_start
+        end = tl.minimum(tl.maximum(end, own.q_start) - own.q_start, own.sq)
+        shift = own.sk - own.sq
+        if RIGHT:
+            first = tl.maximum(first, key - right - shift)
+        if LEFT:
+            end = tl.minimum(end, key + left + 1 - shift)
+    holds = exists & (first < end)
+    return tl.where(holds, first, NO_ROW), tl.where(holds, end, nobody)
+
+
+@triton.jit(do_not_specialize=["sq", "sk", "n_segments", "mask_heads", "left", "right"])
+def _fold_kernel(
+    rows_ptr, batch_stride, head_stride, end_stride, key_stride, folded_ptr, extremes_ptr, packing,
+    sq, sk, n_segments, mask_heads, left, right,
+    W: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, VARLEN: tl.constexpr, POS: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Intervals of a key tile, and the smallest and largest of their ends and of those of their holes (eq. 64):
+    extremes [masks, key tiles + 1, w, 4]."""
+    tile = tl.program_id(0)
+    m = tl.program_id(1)
+    last = tile == tl.num_programs(0) - 1
+    own = sequence_of(tl.minimum(tile, tl.num_programs(0) - 2), packing, sq, sk, n_segments, VARLEN, False)
+    lanes = tl.arange(0, BN)
+    key = own.tile * BN + lanes
+    exists = (key < own.sk) & (last == 0)
+    rows_ptr += tl.cast(m // mask_heads, tl.int64) * batch_stride + tl.cast(m % mask_heads, tl.int64) * head_stride
+    rows_ptr += (own.k_start + key).to(tl.int64) * key_stride
+    first, end = folded_interval(rows_ptr, end_stride, 0, key, own, exists, left, right, LEFT, RIGHT, POS)
+    at = (tl.cast(m, tl.int64) * tl.num_programs(0) + tile) * (2 * W)
+    if W == 2:
+        other, other_end = folded_interval(rows_ptr, end_stride, 1, key, own, exists, left, right, LEFT, RIGHT, POS)
+        # eq. 61
+        swap = other < first
+        lower = tl.where(swap, other, first)
+        lower_end = tl.where(swap, other_end, end)
+        upper = tl.where(swap, first, other)
+        upper_end = tl.where(swap, end, other_end)
+        joined = (upper == NO_ROW) | (upper <= lower_end)
+        first = lower
+        end = tl.maximum(lower_end, upper_end)
+        hole = tl.where(joined, NO_ROW, lower_end)
+        hole_end = tl.where(joined, -NO_ROW, upper)
+        tl.store(folded_ptr + (at + 2) * BN + lanes, hole)
+        tl.store(folded_ptr + (at + 3) * BN + lanes, hole_end)
+        store_extremes(extremes_ptr + (at + 2) * 2, hole, hole_end)
+    tl.store(folded_ptr + at * BN + lanes, first)
+    tl.store(folded_ptr + (at + 1) * BN + lanes, end)
+    store_extremes(extremes_ptr + at * 2, first, end)
+
+
+@triton.jit
+def store_extremes(ptr, first, end):
+    tl.store(ptr, tl.min(first, 0))
+    tl.store(ptr + 1, tl.max(first, 0))
+    tl.store(ptr + 2, tl.min(end, 0))
+    tl.store(ptr + 3, tl.max(end, 0))
+
+
+@triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
+def _order_kernel(
+    pos_ptr, batch_stride, row_stride, order_ptr, packing, sq, sk, n_segments, VARLEN: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    """The smallest and largest pos of each row tile: order [B|1, row tiles, 2]."""
+    tile = tl.program_id(0)
+    own = sequence_of(tile, packing, sq, sk, n_segments, VARLEN, True)
+    row = own.tile * BM + tl.arange(0, BM)
+    exists = row < own.sq
+    pos_ptr += tl.cast(tl.program_id(1), tl.int64) * batch_stride + (own.q_start + row).to(tl.int64) * row_stride
+    at = order_ptr + (tl.cast(tl.program_id(1), tl.int64) * tl.num_programs(0) + tile) * 2
+    tl.store(at, tl.min(tl.load(pos_ptr, mask=exists, other=NO_ROW), 0))
+    tl.store(at + 1, tl.max(tl.load(pos_ptr, mask=exists, other=-NO_ROW), 0))
+
+
+@triton.jit
+def compared(extremes_ptr, exists, first_row, end_row, W: tl.constexpr):
+    """(whether rows [first_row, end_row) see nothing of a key tile, what of its intervals they have to be compared with)."""
+    first_low = tl.load(extremes_ptr, mask=exists, other=NO_ROW)
+    first_high = tl.load(extremes_ptr + 1, mask=exists, other=NO_ROW)
+    end_low = tl.load(extremes_ptr + 2, mask=exists, other=-NO_ROW)
+    end_high = tl.load(extremes_ptr + 3, mask=exists, other=-NO_ROW)
+    empty = (first_low >= end_row) | (end_high <= first_row)
+    kind = tl.where(first_high > first_row, FIRST, 0) + tl.where(end_low < end_row, END, 0)
+    if W == 2:
+        hole_low = tl.load(extremes_ptr + 4, mask=exists, other=NO_ROW)
+        hole_high = tl.load(extremes_ptr + 5, mask=exists, other=NO_ROW)
+        hole_end_low = tl.load(extremes_ptr + 6, mask=exists, other=-NO_ROW)
+        hole_end_high = tl.load(extremes_ptr + 7, mask=exists, other=-NO_ROW)
+        empty = empty | ((hole_high <= first_row) & (hole_end_low >= end_row))
+        kind += tl.where((hole_low < end_row) & (hole_end_high > first_row), HOLE, 0)
+    return empty, kind
+
+
+@triton.jit
+def geometric(row, row_end, key, own, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BN: tl.constexpr):
+    """(whether rows [row, row_end) see nothing of the BN keys from `key` on, all of them) by causal and window (eq. 30)."""
+    shift = own.sk - own.sq
+    key_end = tl.minimum(key + BN, own.sk)
+    empty = key >= own.sk
+    full = key + BN <= own.sk
+    if RIGHT:
+        empty = empty | (key > row_end - 1 + shift + right)
+        full = full & (key_end - 1 <= row + shift + right)
+    if LEFT:
+        empty = empty | (key_end - 1 < row + shift - left)
+        full = full & (key >= row_end - 1 + shift - left)
+    return empty, full
+
+
+@triton.jit(do_not_specialize=["sq", "sk", "n_segments", "mask_heads", "left", "right", "key_tiles", "row_tiles", "most"])
+def _live_kernel(
+    extremes_ptr, order_ptr, order_stride, live_ptr, counts_ptr, packing,
+    sq, sk, n_segments, mask_heads, left, right, key_tiles, row_tiles, most,
+    W: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, VARLEN: tl.constexpr, POS: tl.constexpr,
+    OF_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The list of the tiles to visit, for the program that owns a row tile (OF_ROWS) or a key tile."""
+    tile = tl.program_id(0)
+    m = tl.program_id(1)
+    own = sequence_of(tile, packing, sq, sk, n_segments, VARLEN, OF_ROWS)
+    at = tl.cast(m, tl.int64) * tl.num_programs(0) + tile
+    live_ptr += at * most
+    extremes_ptr += (tl.cast(m, tl.int64) * (key_tiles + 1) + own.key_tile) * (4 * W)
+    order_ptr += (m // mask_heads) * order_stride + own.row_tile * 2
+    # a tile beyond the last sequence begins beyond its rows or keys
+    if OF_ROWS:
+        n = tl.where(own.tile * BM < own.sq, tl.cdiv(own.sk, BN), 0)
+    else:
+        n = tl.where(own.tile * BN < own.sk, tl.cdiv(own.sq, BM), 0)
+    partial = 0
+    full = 0
+    for start in range(0, n, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        exists = other < n
+        if OF_ROWS:
+            row_tile = own.tile + other * 0
+            key_tile = other
+        else:
+            row_tile = other
+            key_tile = own.tile + other * 0
+        row = row_tile * BM
+        row_end = tl.minimum(row + BM, own.sq)
+        first_row = row
+        end_row = row_end
+        if POS:
+            first_row = tl.load(order_ptr + row_tile * 2, mask=exists, other=NO_ROW)
+            end_row = tl.load(order_ptr + row_tile * 2 + 1, mask=exists, other=-NO_ROW) + 1
+        empty, kind = compared(extremes_ptr + key_tile * (4 * W), exists, first_row, end_row, W)
+        if POS and (LEFT or RIGHT):
+            far, near = geometric(row, row_end, key_tile * BN, own, left, right, LEFT, RIGHT, BN)
+            empty = empty | far
+            kind = tl.where(near, kind, kind + GEOMETRY)
+        is_full = (exists & (empty == 0) & (kind == 0)).to(tl.int32)
+        is_partial = (exists & (empty == 0) & (kind != 0)).to(tl.int32)
+        tl.store(live_ptr + partial + tl.cumsum(is_partial, 0) - 1, other * KINDS + kind, mask=is_partial != 0)
+        tl.store(live_ptr + most - full - tl.cumsum(is_full, 0), other * KINDS, mask=is_full != 0)
+        partial += tl.sum(is_partial, 0)
+        full += tl.sum(is_full, 0)
+    if OF_ROWS:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
+        if partial + full == 0:
+            tl.store(live_ptr, (key_tiles - own.key_tile) * KINDS + FIRST + END)
+            partial += 1
+    tl.store(counts_ptr + at * 2, partial)
+    tl.store(counts_ptr + at * 2 + 1, full)

@@ -1,0 +1,110 @@
+"""The host's side of masks by row intervals: what is prepared for one kernel of a call (kernels.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backlight.backends.intervals.kernels import Packing, _fold_kernel, _live_kernel, _order_kernel
+from backlight.call import Call
+
+# tiles that a program of `_live_kernel` looks at in one go
+CHUNK = 128
+# (kernel, grid, arguments, constants, which of its launches)
+Start = Callable[[Any, tuple[int, ...], list[Any], dict[str, Any], str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Tiles of a kernel: their sizes, how many there are, and where packed sequences begin (None without any)."""
+
+    block_m: int
+    block_n: int
+    row_tiles: int
+    key_tiles: int
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+    first_row_tiles: Tensor | None = None
+    first_key_tiles: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTiles:
+    """What a kernel reads of a mask (kernels.py).
+
+    The mask of head h of batch entry b is number b * batch_step + h * head_step.
+    """
+
+    folded: Tensor
+    live: Tensor
+    counts: Tensor
+    first_key_tiles: Tensor
+    batch_step: int
+    head_step: int
+
+    @property
+    def most(self) -> int:
+        """Entries of a list."""
+        return self.live.shape[-1]
+
+
+def live_tiles(start: Start, call: Call, tiling: Tiling, of_rows: bool) -> LiveTiles:
+    """The tiles that a kernel visits whose programs own row tiles (`of_rows`) or key tiles.
+
+    With pos, causal and window are not folded into the intervals: entries say where they have to be compared as well.
+    """
+    rows, pos, spec = call.rows, call.pos, call.spec
+    assert rows is not None
+    batch = max(rows.shape[0], 1 if pos is None else pos.shape[0])
+    heads, intervals = rows.shape[1], rows.shape[2] // 2
+    # a list for each key tile of `folded`
+    owned, most = (tiling.row_tiles, tiling.key_tiles) if of_rows else (tiling.key_tiles + 1, tiling.row_tiles)
+    masks, ends = batch * heads, (tiling.key_tiles + 1) * intervals
+    folded, extremes, live, counts = (
+        torch.empty(shape, dtype=torch.int32, device=rows.device)
+        for shape in (
+            (masks, 2 * ends, tiling.block_n),
+            (masks, 4 * ends),
+            (masks, owned, max(most, 1)),
+            (masks, owned, 2),
+        )
+    )
+    borders = (tiling.cu_q, tiling.cu_k, tiling.first_row_tiles, tiling.first_key_tiles)
+    packing = Packing(*(rows if each is None else each for each in borders))
+    varlen = tiling.cu_q is not None
+    lengths = [call.q.shape[2], call.k.shape[2], 0 if tiling.cu_q is None else tiling.cu_q.shape[0] - 1]
+    reach = [spec.left or 0, spec.right or 0]
+    flags = {"LEFT": spec.left is not None, "RIGHT": spec.right is not None, "VARLEN": varlen, "POS": pos is not None}
+    steps = [0 if size == 1 else step for size, step in zip(rows.shape[:2], rows.stride()[:2], strict=True)]
+    side = "rows" if of_rows else "keys"
+    start(
+        _fold_kernel,
+        (tiling.key_tiles + 1, masks),
+        [rows, *steps, *rows.stride()[2:], folded, extremes, packing, *lengths, heads, *reach],
+        {"W": intervals, **flags, "BN": tiling.block_n},
+        side,
+    )
+    sizes = [tiling.key_tiles, tiling.row_tiles, live.shape[-1]]
+    order, order_step = rows, 0
+    if pos is not None:
+        order = torch.empty((pos.shape[0], tiling.row_tiles, 2), dtype=torch.int32, device=rows.device)
+        order_step = 0 if pos.shape[0] == 1 else order.stride(0)
+        start(
+            _order_kernel,
+            (tiling.row_tiles, pos.shape[0]),
+            [pos, *pos.stride(), order, packing, *lengths],
+            {"VARLEN": varlen, "BM": tiling.block_m},
+            side,
+        )
+    start(
+        _live_kernel,
+        (owned, masks),
+        [extremes, order, order_step, live, counts, packing, *lengths, heads, *reach, *sizes],
+        {"W": intervals, **flags, "OF_ROWS": of_rows, "BM": tiling.block_m, "BN": tiling.block_n, "CHUNK": CHUNK},
+        side,
+    )
+    return LiveTiles(folded, live, counts, packing.cu_key_tiles, 0 if batch == 1 else heads, 0 if heads == 1 else 1)

@@ -1,0 +1,129 @@
+"""A mask by row intervals, as plain tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backlight import intervals
+from backlight._private.torch import register_pytree
+from backlight.arguments import check_device, check_tensor, check_whole, shown
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Which rows see a key: for each key one run of rows, or two.
+
+    Made by the functions of `backlight.mask`, or of tensors that are intervals already. Key j is seen by rows first_j <= i <
+    end_j. Rows are counted as they lie in q (not from the bottom right, as causal is), over all of q if sequences are packed.
+    Intervals may begin below 0 and end beyond the last row; one that ends where it begins, or before, is empty. The mask comes
+    on top of causal, window and borders: a key is seen where all of them let it be seen.
+
+    rows: int32 [B or 1, Hq or 1, 2 or 4, Sk]: first, end and, of a second interval, first, end of each key.
+    pos:  int32 [B or 1, Sq] or None: row i is compared as pos_i with the intervals, instead of as i.
+    """
+
+    rows: Tensor
+    pos: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_tensor("rows", self.rows, "[B, H, ends, Sk]")
+        check_int32("rows", self.rows)
+        if self.rows.shape[2] not in (2, 4):
+            raise ValueError(f"rows must hold 2 or 4 ends of each key, [B, H, ends, Sk], got shape {shape_of(self.rows)}")
+        if self.pos is None:
+            return
+        check_tensor("pos", self.pos, "[B, Sq]")
+        check_int32("pos", self.pos)
+        check_device("pos", self.pos, "rows", self.rows.device)
+        sizes = self.rows.shape[0], self.pos.shape[0]
+        if sizes[0] != sizes[1] and 1 not in sizes:
+            raise ValueError(f"pos must have the batch size of rows, {sizes[0]}, or 1, got {sizes[1]}")
+
+    @property
+    def state(self) -> dict[str, Tensor | None]:
+        """The tensors by name, for `torch.save`; `Mask(**state)` is the mask again."""
+        return {"rows": self.rows, "pos": self.pos}
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Mask:
+        """The mask on another device."""
+        moved = [None if x is None else x.to(device, non_blocking=non_blocking) for x in (self.rows, self.pos)]
+        return Mask(*moved)  # type: ignore[arg-type]
+
+    def dense(self, sq: int | None = None) -> Tensor:
+        """Which row sees which key, bool [B or 1, Hq or 1, Sq, Sk], without causal, window and borders.
+
+        sq: rows of q; as many as there are keys, or positions, where it is not said.
+        """
+        check_whole("sq", sq, least=0, optional=True)
+        if self.pos is None:
+            positions = torch.arange(self.rows.shape[3] if sq is None else sq, device=self.device)[None]
+        elif sq is not None and sq != self.pos.shape[1]:
+            raise ValueError(f"sq must be the number of positions, {self.pos.shape[1]}, or None, got {sq}")
+        else:
+            positions = self.pos
+        return intervals.seen(self.rows, positions[:, None])
+
+    def last_rows(self, sq: int) -> Mask:
+        """The mask of the last `sq` rows alone: what a call takes whose q holds only those, beside all of the keys.
+
+        A mask knows no length of q. Without pos, it is taken to have a row for each key; with more rows than keys, the first
+        ones come before all that the mask was made for, as they do under causal.
+
+            documents(lengths=[2, 3], causal=True)        .last_rows(2)
+                x . . . .
+                x x . . .
+                . . x . .
+                . . x x .                                   . . x x .
+                . . x x x                                   . . x x x
+        """
+        check_whole("sq", sq, least=0)
+        if self.pos is not None:
+            if sq > self.pos.shape[1]:
+                raise ValueError(f"sq must be at most the number of positions, {self.pos.shape[1]}, got {sq}")
+            return Mask(self.rows, self.pos[:, self.pos.shape[1] - sq :])
+        return Mask(as_int32(self.rows.long() - (self.rows.shape[3] - sq)))
+
+    def __repr__(self) -> str:
+        pos = "" if self.pos is None else f", pos {shape_of(self.pos)}"
+        return f"Mask(rows {shape_of(self.rows)}{pos}, {self.device})"
+
+
+def _tensors(mask: Mask) -> tuple[list[Any], None]:
+    return [mask.rows, mask.pos], None
+
+
+def _of_leaves(leaves: Any, _: None) -> Mask:
+    """Leaves may be anything: axes, specs, tensors of a transform. Nothing is checked."""
+    mask = object.__new__(Mask)
+    for name, leaf in zip(("rows", "pos"), leaves, strict=True):
+        object.__setattr__(mask, name, leaf)
+    return mask
+
+
+register_pytree(Mask, _tensors, _of_leaves, serialized_type_name="backlight.mask.Mask")
+
+
+# --- tensors of a mask -------------------------------------------------------------------------------------------------------
+
+
+def shape_of(tensor: Any) -> Any:
+    return tuple(tensor.shape) if isinstance(tensor, Tensor) else shown(tensor)
+
+
+def check_int32(name: str, tensor: Tensor) -> None:
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {tensor.dtype}")
+
+
+def as_int32(tensor: Tensor) -> Tensor:
+    """Whole numbers as int32; those beyond it become the nearest, which hide and clip alike."""
+    least, most = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
+    return tensor.clamp(least, most).to(torch.int32) if tensor.dtype == torch.int64 else tensor.to(torch.int32)

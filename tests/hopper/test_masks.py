@@ -1,0 +1,79 @@
+"""Masks by row intervals in the Hopper kernels' own source, run by the emulator and judged by the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import emulator
+
+from backlight import mask
+from backlight.backends.hopper import BACKEND
+from backlight.backends.hopper.backward import dq_convert, dq_rows, host, prepass
+from backlight.backends.hopper.backward import launch as backward
+from backlight.backends.hopper.forward import host as forward
+from backlight.call import Call
+from backlight.spec import AttentionSpec
+from gate import judge
+
+B, HEADS = 2, 2
+
+
+def random_rows(sq: int, sk: int, batch: int, heads: int, intervals: int) -> Tensor:
+    """Intervals of every kind, some empty, some out of range, in runs of keys so that tiles are full and empty too."""
+    generator = torch.Generator().manual_seed(sq)
+    first = torch.randint(-9, sq + 9, (batch, heads, intervals, 1, sk), generator=generator)
+    size = torch.randint(-sq // 5, sq, (batch, heads, intervals, 1, sk), generator=generator)
+    same = torch.arange(sk) // 90 * 90
+    return torch.cat([first, first + size], 3)[..., same].reshape(batch, heads, 2 * intervals, sk).to(torch.int32)
+
+
+def documents(*lengths: int) -> Tensor:
+    return mask.documents(lengths=torch.tensor(lengths)).rows
+
+
+def call_of(
+    rows: Tensor, sq: int, sk: int, d: int, lengths: tuple[list[int], list[int]] | None = None, **options: Any
+) -> tuple[Call, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    batch = 1 if lengths else B
+    q, k, v, dy = (
+        torch.randn(batch, heads, n, d, generator=generator).half() for heads, n in ((HEADS, sq), (1, sk), (1, sk), (HEADS, sq))
+    )
+    sink = torch.tensor([0.5, -1.0]) if options.pop("sink", False) else None
+    gate = torch.randn(batch, HEADS, sq, d, generator=generator).half() if options.pop("gate", False) else None
+    spec = AttentionSpec(**options, rows=True, sink=sink is not None, gate=gate is not None)
+    borders = [None, None] if lengths is None else [torch.tensor([0, *x]).cumsum(0).to(torch.int32) for x in lengths]
+    return Call(spec, q, k, v, sink=sink, gate=gate, rows=rows, cu_seqlens_q=borders[0], cu_seqlens_k=borders[1]), dy
+
+
+PROBLEMS: dict[str, tuple[Any, ...]] = {
+    "documents": (documents(70, 80, 5, 145), 300, 300, 64, None, {"causal": True}),
+    "documents,d=128": (documents(130, 60, 70), 260, 260, 128, None, {"causal": True, "softcap": 20.0}),
+    "documents,d=256": (documents(130, 70), 200, 200, 256, None, {}),
+    "window": (documents(200, 130), 330, 330, 64, None, {"window": (100, 20)}),
+    "a mask for each head and entry": (random_rows(200, 330, B, HEADS, 1), 200, 330, 64, None, {"sink": True}),
+    "two intervals": (random_rows(260, 330, 1, HEADS, 2), 260, 330, 64, None, {"gate": True}),
+    "two intervals,d=128": (random_rows(260, 200, B, 1, 2), 260, 200, 128, None, {"causal": True}),
+    "nobody sees anything": (torch.zeros(1, 1, 2, 200, dtype=torch.int32), 130, 200, 64, None, {}),
+    "packed": (random_rows(340, 330, 1, HEADS, 1), 340, 330, 64, ([200, 0, 20, 120], [150, 50, 0, 130]), {"causal": True}),
+}
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_both_directions(name: str, late: bool) -> None:
+    rows, sq, sk, d, lengths, options = PROBLEMS[name]
+    call, dy = call_of(rows, sq, sk, d, lengths, **options)
+    assert BACKEND.why_not(call) == ("tensors are on cpu, not on a GPU",)
+    needs = frozenset({"dq", "dk", "dv", *(f"d{term}" for term in ("sink", "gate") if getattr(call, term) is not None)})
+    with emulator.emulated(forward, backward, dq_convert, dq_rows, prepass, late=late):
+        y, lse, _ = forward.forward(call)
+        gradients = host.backward(call, y, lse, None, dy, None, needs)
+    verdict = judge(call, dy, None, {"y": y, "lse": lse} | gradients)
+    assert verdict.ok, f"{name}\n{verdict}"
