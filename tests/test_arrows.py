@@ -80,12 +80,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     # one call with its gradients, drawn from a seed, and what is known about it: for the doctor and the bench
     "problems": {"spec", "call", "intervals", "reference"},
     # attention by others: for the doctor and the bench
-    "peers": {"spec", "call"},
+    "peers": {"spec", "call", "intervals"},
     # the doctor's rooms: command -> steps -> defects -> subject, and steps -> report; nothing points back
-    "doctor.subject": {"spec", "call", "problems", "peers"},
+    "doctor.subject": {"spec", "call", "mask", "problems", "peers"},
     "doctor.report": {"spec", "reference"},
     "doctor.defects": {"spec", "call", "intervals", "reference", "problems", "doctor.subject"},
-    "doctor.steps": {"_private", "spec", "call", "intervals", "reference", "problems", "peers", *BELOW_STEPS},
+    "doctor.steps": {"_private", "spec", "call", "intervals", "mask", "reference", "problems", "peers", *BELOW_STEPS},
     "doctor.command": {"spec", "problems", "command_line", "doctor"},
     # where names become subjects: it may look backends up
     "doctor.command.subjects": {"registry", "doctor", ""},

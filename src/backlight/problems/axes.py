@@ -79,13 +79,12 @@ def cut_call(call: Call, ranges: Mapping[str, slice], **changes: Any) -> Call:
 def _cut_mask(call: Call, ranges: Mapping[str, slice]) -> dict[str, Tensor]:
     """The mask of a part, its rows counted from the part's first; batch and heads of 1 stand for all, and stay."""
     given = {name: x for name in ("rows", "pos") if (x := getattr(call, name)) is not None}
-    found = {
-        name: cut(name, x, {axis: at for axis, at in ranges.items() if not (axis in AXES[name] and _is_one(name, x, axis))})
-        for name, x in given.items()
-    }
+    found = {name: cut_mask(name, x, ranges) for name, x in given.items()}
     start = ranges["rows"].start if "rows" in ranges else None
     return found | {"rows": shifted(found["rows"], start)} if start and "rows" in found and "pos" not in found else found
 
 
-def _is_one(name: str, x: Tensor, axis: str) -> bool:
-    return axis in ("batch", "heads") and x.shape[AXES[name].index(axis)] == 1
+def cut_mask(name: str, x: Tensor, ranges: Mapping[str, slice]) -> Tensor:
+    """`cut` of a tensor of a mask."""
+    shared = [axis for axis, size in zip(AXES[name], x.shape, strict=True) if size == 1 and axis in ("batch", "heads")]
+    return cut(name, x, {axis: at for axis, at in ranges.items() if axis not in shared})
