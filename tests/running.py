@@ -9,6 +9,7 @@ from torch import Tensor
 
 import backlight
 from backlight.call import Call
+from backlight.mask import Mask
 from backlight.problems.axes import KEY_GRADIENTS, ROW_GRADIENTS
 from backlight.spec import LEARNED
 from cases import Problem
@@ -17,7 +18,7 @@ Layout = Callable[[Tensor], Tensor]
 
 
 def options(call: Call) -> dict[str, object]:
-    """Keywords of the public call that carry no tensor."""
+    """Keywords of the public call that carry no tensor with a gradient."""
     spec = call.spec
     return {
         "causal": spec.causal,
@@ -26,6 +27,7 @@ def options(call: Call) -> dict[str, object]:
         "softcap": spec.softcap,
         "bias_origin": spec.bias_origin,
         "deterministic": call.deterministic,
+        "mask": None if call.rows is None else Mask(call.rows, call.pos),
     }
 
 

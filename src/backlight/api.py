@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from backlight import direct, operators, registry
+from backlight import direct, intervals, operators, registry
 from backlight.arguments import shown
 from backlight.binding import Tensors, Window, bind, bind_like_before, mask_tensors, tensors_given
 from backlight.call import Call
 from backlight.contexts import Context, blocks, innermost
 from backlight.mask import Mask
 from backlight.spec import LEARNED
+
+# of the tiles that `explain` counts
+TILE = (128, 128)
 
 
 class Options(TypedDict, total=False):
@@ -219,11 +222,15 @@ def _attend_packed(
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend would run a call, with which configuration, and why not the others."""
+    """Which backend would run a call, with which configuration, and why not the others.
+
+    tiles: with a mask, the shares of tiles of `TILE` rows and keys that are empty (left out), full (not masked) and partial.
+    """
 
     chosen: str | None
     config: object
     reasons: dict[str, tuple[str, ...]]
+    tiles: tuple[float, float, float] | None = None
 
     def __str__(self) -> str:
         lines = []
@@ -234,6 +241,9 @@ class Explanation:
                 lines += [f"{name}: {reason}" for reason in why]
             else:
                 lines.append(f"{name}: could run this call; an earlier backend is preferred")
+        if self.tiles is not None:
+            empty, full, partial = (f"{share:.0%}" for share in self.tiles)
+            lines.append(f"mask: of tiles of {TILE[0]} x {TILE[1]}, {empty} are empty, {full} full and {partial} partial")
         return "\n".join(lines)
 
 
@@ -249,7 +259,8 @@ def explain(
     return_lse: bool = False,
     **options: Any,
 ) -> Explanation:
-    """What `attention` (or, with cu_seqlens_q, `attention_varlen`) would do with the same arguments; computes nothing.
+    """What `attention` (or, with cu_seqlens_q, `attention_varlen`) would do with the same arguments; computes nothing, but
+    reads a mask, if there is one.
 
     Under a context (`backlight.distributed.context_parallel`): what this rank would do with its blocks; nothing is sent.
     """
@@ -265,7 +276,8 @@ def explain(
         call, reasons = context.explain(bound, backend)
     wanted = reasons if backend is None else {backend: reasons[backend]}
     chosen = next((name for name, why in wanted.items() if not why), None)
-    return Explanation(chosen, None if chosen is None else registry.get(chosen).config(call), reasons)
+    tiles = intervals.tile_shares(call, TILE) if call.rows is not None and context is None and not call.rows.is_meta else None
+    return Explanation(chosen, None if chosen is None else registry.get(chosen).config(call), reasons, tiles)
 
 
 def call_of(

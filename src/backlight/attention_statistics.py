@@ -13,7 +13,6 @@ from torch import Tensor
 
 from backlight import running
 from backlight.api import call_of
-from backlight.call import Call
 
 TILE = (128, 128)
 
@@ -26,12 +25,16 @@ class AttentionStatistics:
     mass:       mean sum of a row's weights (1 for plain softmax; less with a sink or a negative tau, more with a positive one).
     dead_rows:  share of rows that keep no key at all.
     live_tiles: share of tiles with a visible key that keep one: what a kernel that skips dead tiles would still compute.
+    empty_tiles, full_tiles, partial_tiles: shares of all tiles in which no pair of row and key is visible, every pair, or some.
     """
 
     density: Tensor
     mass: Tensor
     dead_rows: Tensor
     live_tiles: Tensor
+    empty_tiles: Tensor
+    full_tiles: Tensor
+    partial_tiles: Tensor
 
 
 @torch.no_grad()
@@ -58,20 +61,14 @@ def statistics(
     # `import backlight` loads no backend
     from backlight.backends.tiled.counting import count
 
-    alive, pairs, mass, dead, live, rows = count(call, lse, tile)
+    alive, pairs, mass, dead, live, rows, seen, full = count(call, lse, tile)
+    tiles = max(1, sum(-(-z.sq // tile[0]) * -(-z.sk // tile[1]) for z in call.segments()))
     return AttentionStatistics(
         density=alive / pairs.clamp(min=1),
         mass=mass / rows.clamp(min=1),
         dead_rows=dead / rows.clamp(min=1),
-        live_tiles=live / max(1, _visible_tiles(call, tile)),
+        live_tiles=live / seen.clamp(min=1),
+        empty_tiles=1 - seen / tiles,
+        full_tiles=full / tiles,
+        partial_tiles=(seen - full) / tiles,
     )
-
-
-def _visible_tiles(call: Call, tile: tuple[int, int]) -> int:
-    """Tiles of one head with a visible key."""
-    spec, total = call.spec, 0
-    for z in call.segments():
-        for i0 in range(0, z.sq, tile[0]):
-            j0, j1 = spec.key_range(i0, min(i0 + tile[0], z.sq), z.sq, z.sk)
-            total += -(-j1 // tile[1]) - j0 // tile[1] if j1 > j0 else 0
-    return total

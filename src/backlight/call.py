@@ -31,7 +31,7 @@ class Part:
     find the normaliser of the whole row in its own keys, so it is given; a forward with `lse` returns that same lse.
 
     lse: [B,Hq,Sq] over all parts, sink included; None without tau.
-    n:   [Sq] int32: visible keys of each row over all parts; None without tau.
+    n:   int32: visible keys of each row over all parts, [Sq]; with a mask, [B|1,Hq|1,Sq]; None without tau.
     """
 
     lse: Tensor | None = None

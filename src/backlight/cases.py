@@ -19,10 +19,10 @@ from torch import Tensor
 
 from backlight.call import Call
 from backlight.problems.axes import Sizes
-from backlight.problems.draw import borders, call_of, normal, parameter_dtype, repeated, settle, terms_to_draw
+from backlight.problems.draw import borders, call_of, mask_terms, normal, parameter_dtype, repeated, settle, terms_to_draw
 from backlight.problems.kink import KINK_MARGIN
 from backlight.problems.kink import margin as kink_margin
-from backlight.spec import AttentionSpec
+from backlight.spec import PER_HEAD, AttentionSpec
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPE_NAMES = {FP16: "fp16", BF16: "bf16", FP32: "fp32", FP64: "fp64"}
@@ -34,7 +34,7 @@ REDRAWS = 100
 @dataclass(frozen=True)
 class Case:
     """One problem. Lengths (`lengths_q`) make it packed and then replace b, sq and sk; tau is repeated over the heads, and
-    so is a sink that is not drawn."""
+    so is a sink that is not drawn. `mask` names how intervals are drawn, `mask_of` the axes along which they differ."""
 
     name: str
     b: int = 2
@@ -53,6 +53,9 @@ class Case:
     sink: bool | tuple[float, ...] = False
     tau: tuple[float, ...] | None = None
     gate: bool = False
+    mask: str | None = None
+    mask_of: tuple[str, ...] = ("batch", "heads")
+    pos: bool = False
     lengths_q: tuple[int, ...] | None = None
     lengths_k: tuple[int, ...] | None = None
     dlse: bool = False
@@ -74,6 +77,8 @@ class Case:
             sink=bool(self.sink),
             tau=self.tau is not None,
             gate=self.gate,
+            rows=self.mask is not None,
+            pos=self.pos,
         )
 
     @property
@@ -92,7 +97,8 @@ class Case:
 
     def chosen(self, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
         """Terms whose values stand in the case, repeated over the heads."""
-        listed = {name: getattr(self, name) for name in self.spec.terms if isinstance(getattr(self, name), tuple)}
+        named = [name for name in self.spec.terms if name in PER_HEAD]
+        listed = {name: getattr(self, name) for name in named if isinstance(getattr(self, name), tuple)}
         return {name: repeated(values, self.hq, parameter_dtype(dtype), device) for name, values in listed.items()}
 
     def make(
@@ -117,6 +123,9 @@ class Case:
             drawn["v"] = drawn["v"][:, :, :1].expand_as(drawn["v"])
         drawn["v"] = drawn["v"] + self.value_shift
         tensors = settle(drawn, dtype, device) | chosen
+        if self.mask is not None:
+            masked = mask_terms(self.spec, self.sizes, self.mask, seed, self.mask_of)
+            tensors |= {name: x.to(device) for name, x in masked.items()}
         lengths = (self.lengths_q, self.lengths_q if self.lengths_k is None else self.lengths_k)
         cu_q, cu_k = (None if each is None else borders(each, device) for each in lengths)
         return Problem(self, call_of(self.spec, tensors, cu_q, cu_k), tensors["dy"], tensors.get("dlse"))
@@ -289,7 +298,55 @@ EXTREMES = (
     Case("bias,origin beyond 32 bits", causal=True, bias=24, bias_origin=2**31 - 1),
 )
 
-CASES: tuple[Case, ...] = (*SINGLES, *PAIRS, *TOGETHER, *SIZES, *WIDE, *EMPTY, *PACKED, *BIAS, *TAU, *NUMERICS, *EXTREMES)
+MASKS = (
+    Case("mask", mask="run", dtypes=EVERY_DTYPE),
+    *(compose(name, name=f"mask+{name}", mask="two runs") for name in FEATURES),
+    *(replace(case, name=f"mask,{case.name}", mask="two runs") for case in TOGETHER),
+    Case("mask,two runs", mask="two runs", dtypes=EVERY_DTYPE),
+    Case("mask,documents", mask="documents", sq=200, sk=200, b=1),
+    Case("mask,documents,causal,gqa", mask="documents", causal=True, sq=127, sk=127, hq=4, dlse=True),
+    Case("mask,documents,tau,bias", mask="documents", causal=True, tau=(-0.7, 0.4), bias=65, dlse=True),
+    Case("mask,one for all", mask="two runs", mask_of=(), hq=4),
+    Case("mask,per batch entry", mask="two runs", mask_of=("batch",), hq=4, tau=(-0.7, 0.4)),
+    Case("mask,per head", mask="two runs", mask_of=("heads",), hq=4, window=(30, 12)),
+    Case("mask,nothing is seen", mask="nothing", dlse=True, tau=(-0.7, 0.4), gate=True, dtypes=EVERY_DTYPE),
+    Case("mask,nothing is seen,sink", mask="nothing", dlse=True, sink=True),
+    Case("mask,everything is seen", mask="everything", tau=(-0.7, 0.4), dtypes=EVERY_DTYPE),
+    Case("mask,everything is seen,causal", mask="everything", causal=True, sq=63, sk=127),
+    Case("mask,rows without keys", mask="run", causal=True, sq=90, sk=20, sink=True, dlse=True),
+    *(
+        Case(f"mask,sq={sq},sk={sk}", mask="two runs", sq=sq, sk=sk, b=1)
+        for sq, sk in ((1, 127), (127, 1), (200, 65), (64, 128))
+    ),
+    Case("mask,sq=0", mask="run", sq=0, dlse=True),
+    Case("mask,sk=0", mask="run", sk=0, sink=True, dlse=True),
+    Case("mask,d=256", mask="two runs", b=1, causal=True, d=256),
+    Case("mask,varlen,empty segments", mask="run", lengths_q=(0, 30, 20, 7), lengths_k=(10, 30, 0, 12), causal=True, dlse=True),
+    Case("mask,varlen,documents", mask="documents", lengths_q=(127, 3, 70), hq=4, causal=True, tau=(-0.7, 0.4)),
+    Case("mask,varlen,one for all", mask="two runs", mask_of=(), lengths_q=(9, 0, 33, 20), tau=(-0.7, 0.4)),
+    Case("mask,pos", mask="run", pos=True, dtypes=EVERY_DTYPE),
+    Case("mask,pos,two runs,tau", mask="two runs", pos=True, tau=(-0.7, 0.4), sink=True, bias=24, bias_origin=7, dlse=True),
+    Case("mask,pos,causal", mask="two runs", pos=True, causal=True, hq=4, softcap=1.5, gate=True),
+    Case("mask,pos,window,sq<sk", mask="run", pos=True, window=(17, 5), sq=47, sk=83, dlse=True),
+    Case("mask,pos,one for all", mask="two runs", mask_of=(), pos=True, sq=83, sk=47),
+    Case("mask,pos,varlen,tau", mask="two runs", pos=True, lengths_q=(9, 0, 33, 20), tau=(-0.7, 0.4)),
+    Case("mask,pos,varlen,causal", mask="run", pos=True, lengths_q=(12, 50), lengths_k=(60, 20), causal=True, sink=True),
+)
+
+CASES: tuple[Case, ...] = (
+    *SINGLES,
+    *PAIRS,
+    *TOGETHER,
+    *SIZES,
+    *WIDE,
+    *EMPTY,
+    *PACKED,
+    *BIAS,
+    *TAU,
+    *NUMERICS,
+    *EXTREMES,
+    *MASKS,
+)
 BY_NAME = {case.name: case for case in CASES}
 
 

@@ -29,6 +29,12 @@ def pairs(rows: Tensor) -> tuple[Tensor, Tensor]:
     return rows[..., 0::2, :], rows[..., 1::2, :]
 
 
+def shifted(rows: Tensor, first_row: int) -> Tensor:
+    """The same intervals with rows counted from another one; what leaves 32 bits becomes the nearest, which means the same."""
+    least, most = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
+    return (rows.long() - first_row).clamp(least, most).to(torch.int32)
+
+
 def from_pairs(first: Tensor, end: Tensor) -> Tensor:
     """`rows` of (first, end) [..., w, Sk], int32."""
     return torch.stack([first, end], dim=-2).flatten(-3, -2).to(torch.int32)
@@ -58,6 +64,22 @@ def visible(call: Call, segment: Segment, h: int) -> Tensor:
     """Dense visibility of one query head of a segment, bool [Sq, Sk]: the spec's, and that of the mask."""
     allowed = call.spec.allowed(segment.sq, segment.sk, call.q.device)
     return allowed if call.rows is None else allowed & seen(*of_head(call, segment, h))
+
+
+def visible_heads(call: Call, segment: Segment) -> Tensor:
+    """`visible` of all query heads of a segment, bool [Hq or 1, Sq, Sk]: one where they see the same."""
+    heads = 1 if call.rows is None else call.rows.shape[1]
+    return torch.stack([visible(call, segment, h) for h in range(heads)])
+
+
+def visible_whole(call: Call) -> Tensor:
+    """Dense visibility of a whole call, bool [B, Hq or 1, Sq, Sk]; of packed sequences a block matrix."""
+    heads = 1 if call.rows is None else call.rows.shape[1]
+    shape = call.q.shape[0], heads, call.q.shape[2], call.k.shape[2]
+    found = torch.zeros(shape, dtype=torch.bool, device=call.q.device)
+    for z in call.segments():
+        found[z.batch, :, z.q0 : z.q1, z.k0 : z.k1] = visible_heads(call, z)
+    return found
 
 
 # --- the fold (eq. 61, 62) ---------------------------------------------------------------------------------------------------
@@ -149,13 +171,21 @@ def visible_counts(call: Call) -> Tensor:
     """How many keys each row of q sees, int32 [B|1, Hq|1, Sq]; not where `can_fold` says that both tests are made, unless it is
     for the borders of packed sequences."""
     assert call.rows is not None
-    if call.pos is None:
-        return counts(folded(call), call.q.shape[2])
-    assert not call.spec.masked, "with pos, causal or a window the visible keys of a row are not counted"
-    return _counts_at(call, disjoint(call.rows), call.pos)
+    lengths = call.q.shape[2], call.k.shape[2]
+    return row_counts(call.rows, call.pos, call.spec, *lengths, call.cu_seqlens_q, call.cu_seqlens_k)
 
 
-def _counts_at(call: Call, rows: Tensor, pos: Tensor) -> Tensor:
+def row_counts(
+    rows: Tensor, pos: Tensor | None, spec: AttentionSpec, sq: int, sk: int, cu_q: Tensor | None, cu_k: Tensor | None
+) -> Tensor:
+    """`visible_counts` of the tensors of a call."""
+    if pos is None:
+        return counts(fold_rows(rows, spec, sq, sk, cu_q, cu_k), sq)
+    assert not spec.masked, "with pos, causal or a window the visible keys of a row are not counted"
+    return _counts_at(disjoint(rows), pos, sq, sk, cu_q, cu_k)
+
+
+def _counts_at(rows: Tensor, pos: Tensor, sq: int, sk: int, cu_q: Tensor | None, cu_k: Tensor | None) -> Tensor:
     """Eq. 63 read at positions: keys whose interval has begun, less those whose interval has ended.
 
     In a packed call keys of earlier sequences have begun and ended, and those of later ones have not.
@@ -164,9 +194,9 @@ def _counts_at(call: Call, rows: Tensor, pos: Tensor) -> Tensor:
     # an empty interval begins where it ends
     first = torch.where(first < end, first, end).long()
     after, at = end.long(), pos.long()[:, None].expand(-1, rows.shape[1], -1)
-    if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
-        keys, own = (torch.arange(x.shape[2], device=rows.device) for x in (call.k, call.q))
-        of_key, of_row = segment_of(keys, call.cu_seqlens_k) << 33, segment_of(own, call.cu_seqlens_q) << 33
+    if cu_q is not None and cu_k is not None:
+        own, keys = (torch.arange(length, device=rows.device) for length in (sq, sk))
+        of_key, of_row = segment_of(keys, cu_k) << 33, segment_of(own, cu_q) << 33
         first, after, at = first + of_key, after + of_key, at + of_row
     batch = max(rows.shape[0], pos.shape[0])
     first, after, at = (x.expand(batch, *x.shape[1:]).flatten(2).contiguous() for x in (first, after, at))
@@ -188,6 +218,29 @@ def extremes(rows: Tensor, size: int) -> Tensor:
         for x, empty in zip(pairs(rows), NOWHERE, strict=True)
     )
     return torch.stack([first.amin(-1), first.amax(-1), end.amin(-1), end.amax(-1)], dim=-2)
+
+
+def tile_shares(call: Call, tile: tuple[int, int]) -> tuple[float, float, float]:
+    """Shares of tiles (rows, keys) that eq. 64 calls empty, full and partial, over all heads of a call; of the mask alone where
+    `can_fold` says no. Tiles start at the first row and key of a sequence. Waits for the device.
+    """
+    rows, at = folded(call), call.pos
+    found = torch.zeros(3, dtype=torch.float64)
+    for z in call.segments() if call.varlen else call.segments()[:1]:
+        if not (z.sq and z.sk):
+            continue
+        own = rows[..., z.k0 : z.k1]
+        # the last tile is no less full for the keys that it lacks
+        padded = torch.cat([own, own[..., -1:].expand(*own.shape[:-1], -z.sk % tile[1])], dim=-1)
+        positions = torch.arange(z.q0, z.q1, device=rows.device)[None] if at is None else at[:, z.q0 : z.q1]
+        grouped = torch.cat([positions, positions[:, -1:].expand(-1, -z.sq % tile[0])], dim=1).unflatten(1, (-1, tile[0]))
+        low, high = grouped.amin(dim=-1), grouped.amax(dim=-1) + 1
+        extreme = extremes(padded, tile[1])[:, :, None]
+        empty, full = classes(extreme, low[:, None, :, None, None], high[:, None, :, None, None])
+        counted = [empty.double().mean(), full.double().mean()]
+        found += torch.tensor([*counted, 1 - sum(counted)]) * -(-z.sq // tile[0]) * -(-z.sk // tile[1])
+    empty_share, full_share, partial_share = (found / found.sum().clamp(min=1)).tolist()
+    return empty_share, full_share, partial_share
 
 
 def classes(extreme: Tensor, i0: Tensor | int, i1: Tensor | int) -> tuple[Tensor, Tensor]:

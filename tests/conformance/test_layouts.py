@@ -26,7 +26,7 @@ backends = pytest.mark.parametrize("backend", registry.names())
 
 
 def supported(backend: str, problem: Problem) -> None:
-    reasons = registry.get(backend).available() or registry.get(backend).why_not(problem.call)
+    reasons = registry.why_not(registry.get(backend), problem.call)
     if reasons:
         pytest.skip("; ".join(reasons))
 

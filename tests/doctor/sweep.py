@@ -133,7 +133,7 @@ def refused(run: Run, report: Report) -> bool:
     if run.subject not in registry.names():
         return True
     backend = registry.get(run.subject)
-    return bool(backend.available() or backend.why_not(run.problem.call))
+    return bool(registry.why_not(backend, run.problem.call))
 
 
 # --- what was counted --------------------------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ TERMS = ("bias", "sink", "tau", "gate", "softcap")
 SUPPORTED = [
     case
     for case in CASES
-    if any(getattr(case, term) for term in TERMS) and case.d % 8 == 0 and (case.dv or 8) % 8 == 0 and (case.scale or 1) > 0
+    if any(getattr(case, term) for term in TERMS) and not case.mask
+    if case.d % 8 == 0 and (case.dv or 8) % 8 == 0 and (case.scale or 1) > 0
 ]
 EVERY = {"bias": 200, "sink": True, "tau": (-0.7, 0.4), "gate": True, "softcap": 4.0}
 LAZY = {"bias": 150, "tau": (-1.0, 0.4)}

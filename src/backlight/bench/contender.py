@@ -17,7 +17,14 @@ AUTOGRAD, BARE = "autograd", "bare op"
 # what an adapter that compiles says as `compiles`: anew for every shape, or once for a kind of call whatever its lengths
 PER_SHAPE, PER_KIND = "every shape", "every kind"
 Layout = Callable[[Tensor], Tensor]
-TERM_WORDS = {"bias": "a bias by distance", "sink": "a sink", "tau": "the elastic softmax (tau)", "gate": "a gate"}
+TERM_WORDS = {
+    "bias": "a bias by distance",
+    "sink": "a sink",
+    "tau": "the elastic softmax (tau)",
+    "gate": "a gate",
+    "rows": "a mask by row intervals",
+    "pos": "positions of rows in a mask",
+}
 # tensors with rows and columns of their own; the others are [Hq] or [Hq, n] in every layout
 ROW_TENSORS = tuple(SEQUENCE_OF)
 

@@ -72,7 +72,8 @@ def sample(call: Call, seed: int = 0) -> tuple[Slice, ...]:
 
 def narrowed(call: Call, part: Slice) -> Call:
     """The call of one slice."""
-    return with_tensors(call, {name: part.take(name, x, call.group).detach() for name, x in tensors_of(call).items()})
+    own = cut_call(call, part.ranges(call.group))
+    return with_tensors(own, {name: x.detach() for name, x in tensors_of(own).items()})
 
 
 def problem_of(call: Call, dy: Tensor) -> Problem:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backlight import intervals
 from backlight.call import Call
 from backlight.cases import DTYPE_NAMES, Case
-from backlight.problems.draw import borders, call_of, normal, terms_to_draw
+from backlight.problems.draw import borders, call_of, mask_terms, normal, terms_to_draw
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 PHASES = ("forward", "backward", "both")
@@ -65,8 +66,22 @@ class Workload:
     @property
     def pairs(self) -> int:
         """N of eq. 42: visible (row, key) pairs over all heads, batches and packed sequences."""
+        if self.case.mask is not None:
+            return self._masked_pairs()
         counted = {lengths: self.case.spec.visible_pairs(*lengths) for lengths in set(self.lengths)}
         return self.case.hq * sum(counted[lengths] for lengths in self.lengths)
+
+    def _masked_pairs(self) -> int:
+        """As many as the mask of the first seed leaves."""
+        case = self.case
+        shapes = (self.batch, case.hq, self.sq, 0), (self.batch, case.hkv, self.sk, 0)
+        q, k = (torch.empty(shape) for shape in shapes)
+        cu_q = None if case.lengths_q is None else borders(case.lengths_q)
+        cu_k = cu_q if case.lengths_k is None else borders(case.lengths_k)
+        call = call_of(case.spec, {"q": q, "k": k, "v": k} | self._mask(), cu_q, cu_k)
+        if intervals.can_fold(call):
+            return int(intervals.visible_counts(call).expand(q.shape[:3]).long().sum())
+        return int(intervals.visible_whole(call).expand(-1, case.hq, -1, -1).sum())
 
     def flops(self) -> dict[str, int]:
         """The plain numerator of eq. 42, whatever the variant: recomputation and extra passes show as cost."""
@@ -89,9 +104,14 @@ class Workload:
         case, chosen = self.case, self.case.chosen(self.dtype, device)
         names = ("q", "k", "v", *terms_to_draw(case.spec, chosen), "dy")
         drawn = normal(case.sizes, names, dtype=self.dtype, seed=seed, device=device) | chosen
+        drawn |= {name: x.to(device) for name, x in self._mask(seed).items()}
         cu_q = None if case.lengths_q is None else borders(case.lengths_q, device)
         cu_k = cu_q if case.lengths_k is None else borders(case.lengths_k, device)
         return Tensors(self, call_of(case.spec, drawn, cu_q, cu_k), drawn["dy"])
+
+    def _mask(self, seed: int = 0) -> dict[str, Tensor]:
+        case = self.case
+        return {} if case.mask is None else mask_terms(case.spec, case.sizes, case.mask, seed, case.mask_of)
 
     def to_json(self) -> dict[str, Any]:
         """The workload as plain data: only the fields of the case that differ from their defaults."""

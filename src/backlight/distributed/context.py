@@ -45,7 +45,9 @@ from backlight.distributed.handshake import (
 from backlight.distributed.heads import AllToAll
 from backlight.distributed.layout import LAYOUTS, assemble, cut, pieces, positions_of
 from backlight.distributed.local import check_backend, typical_block
+from backlight.distributed.masking import KEYS_OF_ROWS, ROWS_OF_POS, gathered
 from backlight.distributed.ring import Ring
+from backlight.mask import Mask
 
 CHECKS = ("always", "first")
 IGNORED_LABEL = -100
@@ -93,6 +95,13 @@ class ContextParallel:
         """This rank's positions along `dim` of a tensor that every rank holds whole: inputs, position ids, labels."""
         dim = _axis("whole", whole, dim)
         return cut(whole, dim, pieces(self.layout, whole.shape[dim], self.world)[self.rank])
+
+    def shard_mask(self, whole: Mask) -> Mask:
+        """The mask of this rank's keys and rows, of one for the whole sequence; its intervals still count rows of the whole."""
+        if not isinstance(whole, Mask):
+            raise TypeError(f"whole must be a backlight.mask.Mask, got {shown(whole)}")
+        pos = None if whole.pos is None else self.shard(whole.pos, ROWS_OF_POS)
+        return Mask(self.shard(whole.rows, KEYS_OF_ROWS), pos)
 
     def unshard(self, shard: Tensor, dim: int) -> Tensor:
         """The whole tensor on every rank, in its own order, from the shards of all; not differentiable."""
@@ -158,9 +167,10 @@ class ContextParallel:
         except Exception:
             refuse(self.communicator)
             raise
-        return self._plan(call, mine, backend), call, placed
+        strategy, shards = self._plan(call, mine, backend)
+        return strategy, gathered(self.communicator, call, shards), placed
 
-    def _plan(self, call: Call, mine: tuple[int, ...], backend: str | None) -> Strategy:
+    def _plan(self, call: Call, mine: tuple[int, ...], backend: str | None) -> tuple[Strategy, Shards]:
         agreed = agree(self.communicator, mine, call, self.layout)
         self._count(agreed)
         sq, sk = agreed.sq, agreed.sk
@@ -182,8 +192,8 @@ class ContextParallel:
             if not rule.divides(shape, self.world):
                 have = f"{shape.kv_heads} heads for {self.world} ranks"
                 raise ValueError(f"strategy all_to_all needs heads of k that divide by the ranks, got {have}")
-            return AllToAll(self.communicator, shards, backend)
-        return Ring(self.communicator, shards, backend)
+            return AllToAll(self.communicator, shards, backend), shards
+        return Ring(self.communicator, shards, backend), shards
 
     def _count(self, agreed: Agreement) -> None:
         """What ranks have agreed upon is the same on all of them, so they count alike and compare the same backwards."""
@@ -232,6 +242,8 @@ def context_parallel(
     timeout: float | None = None,
 ) -> Iterator[ContextParallel]:
     """Attention calls inside take q, k, v (and gate) as this rank's shard of the sequence and see the keys of all ranks.
+
+    A mask is sharded too (`ContextParallel.shard_mask`); its intervals count rows of the whole sequence.
 
     Args:
         mesh: a one-dimensional `DeviceMesh` (of a larger one, take a dimension: mesh["cp"]), or its process group.

@@ -11,9 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from backlight.call import Call
+from backlight.distributed.layout import cut, pieces
+from backlight.distributed.masking import KEYS_OF_ROWS, ROWS_OF_POS
 from backlight.spec import SEQUENCE_OF, TERM_NAMES
 
 SEQUENCE = 2
+MASK_DIMS = {"rows": KEYS_OF_ROWS, "pos": ROWS_OF_POS}
 
 
 def localise(call: Call, mesh: DeviceMesh | None, layout: str) -> tuple[Call, Callable[[Tensor], Tensor]]:
@@ -28,6 +31,11 @@ def localise(call: Call, mesh: DeviceMesh | None, layout: str) -> tuple[Call, Ca
         # Shard(2) puts neighbours on one rank; under another layout rows would sit at places that are not theirs
         raise ValueError(f"layout must be contiguous where q, k and v are DTensors, which are sharded so, got {layout!r}")
     local: dict[str, Any] = {name: _sharded(name, getattr(call, name), mesh) for name in SEQUENCE_OF}
+    # a mask came for the whole sequence, as q, k and v did
+    for name, dim in MASK_DIMS.items():
+        if learned[name] is not None:
+            own = pieces(layout, learned[name].shape[dim], call.q.device_mesh.size())[call.q.device_mesh.get_local_rank()]
+            learned[name] = cut(learned[name], dim, own).contiguous()
     of_mesh, length = call.q.device_mesh, call.q.shape[SEQUENCE]
 
     def placed(output: Tensor) -> Tensor:

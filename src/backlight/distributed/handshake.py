@@ -68,6 +68,15 @@ def _flag_words(number: int) -> str:
     return "given" if number else "not given"
 
 
+def _sizes(rows: Tensor | None) -> int:
+    """Batch, heads and ends of a mask, as one number."""
+    return ABSENT if rows is None else (rows.shape[0] << 36) + (rows.shape[1] << 4) + rows.shape[2]
+
+
+def _sizes_words(number: int) -> str:
+    return "None" if number == ABSENT else f"{number >> 36} x {number >> 4 & (1 << 32) - 1} x {number & 15}"
+
+
 def _text(value: object) -> int:
     return zlib.crc32(repr(value).encode())
 
@@ -101,6 +110,10 @@ FIELDS = (
     Field("bias_origin", lambda c, s: c.spec.bias_origin),
     # of bias the length is compared
     *(Field(name, partial(_is_given, name), _flag_words) for name in TERM_NAMES if name != "bias"),
+    Field("the sizes of the mask", lambda c, s: _sizes(c.rows), _sizes_words),
+    Field(
+        "the batch size of the mask's pos", lambda c, s: _optional(None if c.pos is None else c.pos.shape[0]), _optional_words
+    ),
     Field("cu_seqlens_q", lambda c, s: _text(borders(c)[0]), lambda n: f"values with checksum {n:08x}"),
     Field("cu_seqlens_k", lambda c, s: _text(borders(c)[1]), lambda n: f"values with checksum {n:08x}"),
     Field("deterministic", lambda c, s: int(c.deterministic), lambda n: str(bool(n))),

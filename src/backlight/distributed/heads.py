@@ -34,7 +34,7 @@ class AllToAll:
         cut = [name for name in SEQUENCE_OF if getattr(call, name) is not None]
         sent = [getattr(call, name) for name in cut]
         received = self._to_heads(sent, [SEQUENCE_OF[name] for name in cut], "forward, sequence to heads")
-        of_heads = {name: self._own_heads(getattr(call, name)) for name in PER_HEAD}
+        of_heads = {name: self._own_heads(getattr(call, name)) for name in PER_HEAD} | {"rows": self._own_rows(call)}
         own = replace(call, **dict(zip(cut, received, strict=True)), **of_heads, _segments=None)  # type: ignore[arg-type]
         y, lse, u = registry.choose(own, self.backend).forward(own, True)
         (y_rows,) = self._to_rows([y], ["rows"], "forward, heads to sequence")
@@ -45,6 +45,7 @@ class AllToAll:
         self, call: Call, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]
     ) -> dict[str, Tensor]:
         """The gradients in `needs` of this rank's rows and keys; those of bias, sink and tau for this rank's heads, else 0."""
+        call = replace(call, rows=self._own_rows(call))
         (dy,) = self._to_heads([dy], ["rows"], "backward, dy to heads")
         if dlse is not None:
             dlse = self._to_heads([dlse[..., None]], ["rows"], "backward, dlse to heads")[0][..., 0]
@@ -66,6 +67,12 @@ class AllToAll:
 
     def _own_heads(self, parameter: Tensor | None) -> Tensor | None:
         return None if parameter is None else parameter[self._heads(len(parameter))]
+
+    def _own_rows(self, call: Call) -> Tensor | None:
+        """The mask of this rank's heads."""
+        if call.rows is None or call.rows.shape[1] == 1:
+            return call.rows
+        return call.rows[:, self._heads(call.rows.shape[1])]
 
     def _ranges(self, side: str, rank: int) -> tuple[Range, ...]:
         return self.shards.rows(rank) if side == "rows" else self.shards.keys(rank)

@@ -14,7 +14,7 @@ from backlight.distributed.blocks import Block
 from backlight.spec import packed_segments
 
 # what blocks are cut for; a term that is not here needs all keys of a row in one place
-RING_TAKES = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "packed"})
+RING_TAKES = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "rows", "pos", "packed"})
 # v of a forward that is run for its lse alone: as narrow as every backend takes it
 NARROW = 8
 
@@ -42,18 +42,28 @@ def typical_block(call: Call) -> Call:
     return replace(call, spec=spec, sink=call.sink if spec.sink else None, part=Part(lse, lse))
 
 
-def block_call(call: Call, block: Block, k: Tensor, v: Tensor, *, gate: bool, part: Part) -> Call:
+def block_call(
+    call: Call,
+    block: Block,
+    k: Tensor,
+    v: Tensor,
+    *,
+    gate: bool,
+    part: Part,
+    mask: tuple[Tensor | None, Tensor | None],
+) -> Call:
     """The block as a call of its own. Sink and gate act once per row, on the whole: they come along only where stated.
 
     gate: the backward of a block needs it to turn dy into do. The sink comes along with tau, where it tells that a single
     visible key does not have all the weight.
+    mask: rows and pos of the block.
     """
     rows = slice(block.q0, block.q1)
     elastic = part.lse is not None
     if elastic:
         assert part.lse is not None
         assert part.n is not None
-        part = Part(part.lse[:, :, rows].contiguous(), part.n[rows])
+        part = Part(part.lse[:, :, rows].contiguous(), part.n[..., rows])
     gated = gate and call.gate is not None
     spec = block.spec.replace(tau=elastic, sink=elastic and call.sink is not None, gate=gated)
     packed = block.cu_q is not None and block.cu_k is not None
@@ -66,8 +76,7 @@ def block_call(call: Call, block: Block, k: Tensor, v: Tensor, *, gate: bool, pa
         call.sink if spec.sink else None,
         call.tau if spec.tau else None,
         call.gate[:, :, rows] if gated and call.gate is not None else None,
-        None,
-        None,
+        *mask,
         _borders(block.cu_q, call.q.device) if packed else None,
         _borders(block.cu_k, call.q.device) if packed else None,
         call.deterministic,

@@ -7,16 +7,17 @@ dk and dv are summed in fp32 (fp64 for fp64 inputs), in the same order every tim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from backlight.call import Call, Part, learned_tensors
-from backlight.distributed.blocks import Shards
+from backlight.distributed.blocks import Block, Shards
 from backlight.distributed.communicator import Communicator, Pending
 from backlight.distributed.local import NARROW, block_backward, block_call, block_forward, block_lse
+from backlight.distributed.masking import counts, local_rows, of_block
 from backlight.distributed.merge import add_sink, merge_, merge_lse_
 from backlight.distributed.rows import finish, gated, prepare, stored
 
@@ -47,27 +48,27 @@ class Ring:
 
     def _softmax(self, call: Call) -> tuple[Tensor, Tensor]:
         """(o, lse) over the keys of all ranks, without the sink."""
-        o, lse = self._zeros(call), self._no_lse(call)
+        o, lse, mask = self._zeros(call), self._no_lse(call), self._masks(call)
         for _, source, (k, v) in self._visits([call.k, call.v], "forward"):
             for block in self.shards.blocks(self.rank, source):
                 rows = slice(block.q0, block.q1)
-                part = block_call(call, block, k, v, gate=False, part=Part())
+                part = block_call(call, block, k, v, gate=False, part=Part(), mask=mask(block, source))
                 merge_(o[:, :, rows], lse[:, :, rows], *block_forward(part, self.backend)[:2])
         return o, lse
 
     def _elastic(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Eq. 46: the normaliser of the whole row first, from the keys alone; then plain sums of o and u."""
-        lse = self._no_lse(call)
+        lse, mask = self._no_lse(call), self._masks(call)
         for _, source, (k,) in self._visits([call.k], "forward, lse"):
             for block in self.shards.blocks(self.rank, source):
-                part = block_call(call, block, k, k[..., :NARROW], gate=False, part=Part())
+                part = block_call(call, block, k, k[..., :NARROW], gate=False, part=Part(), mask=mask(block, source))
                 merge_lse_(lse[:, :, block.q0 : block.q1], block_lse(part, self.backend))
         lse = add_sink(lse, call.sink)[0].to(call.accumulator_dtype)
         o, u = self._zeros(call), self._zeros(call)
-        whole = Part(lse, self.shards.counts(self.rank, call.q.device))
+        whole = Part(lse, counts(call, self.shards, self.rank))
         for _, source, (k, v) in self._visits([call.k, call.v], "forward"):
             for block in self.shards.blocks(self.rank, source):
-                part = block_call(call, block, k, v, gate=False, part=whole)
+                part = block_call(call, block, k, v, gate=False, part=whole, mask=mask(block, source))
                 o_part, _, u_part = block_forward(part, self.backend, save_u=True)
                 assert u_part is not None
                 o[:, :, block.q0 : block.q1] += o_part
@@ -80,7 +81,8 @@ class Ring:
         self, call: Call, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]
     ) -> dict[str, Tensor]:
         """The gradients in `needs` (eq. 44); those of bias, sink and tau over this rank's rows, in the accumulator dtype."""
-        n = None if call.tau is None else self.shards.counts(self.rank, call.q.device)
+        n = None if call.tau is None else counts(call, self.shards, self.rank)
+        mask = self._masks(call)
         prepared = prepare(call, y, lse, u, dy, dlse, needs)
         whole = Part() if n is None else Part(lse, n)
         sums = {
@@ -96,7 +98,7 @@ class Ring:
             keys_sums = returns.home if step == 0 else returns.blank(k, v)
             for block in self.shards.blocks(self.rank, source):
                 rows, keys = slice(block.q0, block.q1), slice(block.k0, block.k1)
-                part = block_call(call, block, k, v, gate=True, part=whole)
+                part = block_call(call, block, k, v, gate=True, part=whole, mask=mask(block, source))
                 found = block_backward(
                     part, self.backend, lse[:, :, rows], prepared.delta[:, :, rows], dy[:, :, rows], frozenset(sums)
                 )
@@ -112,6 +114,11 @@ class Ring:
         inputs = {"dq": call.q, "dk": call.k, "dv": call.v}
         done = {name: stored(sums[name], x) for name, x in inputs.items() if name in sums}
         return sums | done | prepared.gradients
+
+    def _masks(self, call: Call) -> Callable[[Block, int], tuple[Tensor | None, Tensor | None]]:
+        """(rows, pos) of a block against the keys of a source."""
+        rows = local_rows(call, self.shards, self.rank)
+        return lambda block, source: of_block(rows, call.pos, block, self.shards, self.rank, source)
 
     # --- the ring ------------------------------------------------------------------------------------------------------------
 

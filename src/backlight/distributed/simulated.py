@@ -21,6 +21,7 @@ from backlight.distributed import autograd
 from backlight.distributed.autograd import Options, Strategy
 from backlight.distributed.context import ContextParallel
 from backlight.distributed.layout import assemble
+from backlight.distributed.masking import KEYS_OF_ROWS, ROWS_OF_POS
 from backlight.distributed.simulation import Simulated, simulate
 from backlight.spec import GRADIENTS, LEARNED, SEQUENCE_OF, TERM_NAMES
 
@@ -66,7 +67,7 @@ def simulated_attention(
 class _SimulatedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: tuple[Any, ...], *whole: Tensor | None) -> tuple[Tensor, Tensor]:
-        world, layout, strategy, backend, counting, options = how
+        world, layout, strategy, backend, (rows, pos, *borders), options = how
 
         def forward_of(rank: Simulated) -> tuple[Strategy, Options, list[Tensor | None], Tensor, Tensor]:
             context = ContextParallel(rank, layout, strategy)
@@ -74,7 +75,11 @@ class _SimulatedAttention(torch.autograd.Function):
                 context.shard(x, SEQUENCE) if x is not None and name in SEQUENCE_OF else x
                 for name, x in zip(LEARNED, whole, strict=True)
             ]
-            chosen, call, _ = context.prepare(partial(bind_batched, (*own, *counting), options), backend)
+            mask = [
+                x if x is None else context.shard(x, dim)
+                for x, dim in zip((rows, pos), (KEYS_OF_ROWS, ROWS_OF_POS), strict=True)
+            ]
+            chosen, call, _ = context.prepare(partial(bind_batched, (*own, *mask, *borders), options), backend)
             with torch.no_grad():
                 y, lse, kept = chosen.forward(call)
             fixed = Options(call.spec, counting_tensors(call), call.deterministic, sum_learned=True)

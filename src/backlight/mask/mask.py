@@ -89,7 +89,7 @@ class Mask:
             if sq > self.pos.shape[1]:
                 raise ValueError(f"sq must be at most the number of positions, {self.pos.shape[1]}, got {sq}")
             return Mask(self.rows, self.pos[:, self.pos.shape[1] - sq :])
-        return Mask(as_int32(self.rows.long() - (self.rows.shape[3] - sq)))
+        return Mask(intervals.shifted(self.rows, self.rows.shape[3] - sq))
 
     def __repr__(self) -> str:
         pos = "" if self.pos is None else f", pos {shape_of(self.pos)}"
@@ -97,14 +97,15 @@ class Mask:
 
 
 def _tensors(mask: Mask) -> tuple[list[Any], None]:
-    return [mask.rows, mask.pos], None
+    return [mask.rows] if mask.pos is None else [mask.rows, mask.pos], None
 
 
 def _of_leaves(leaves: Any, _: None) -> Mask:
     """Leaves may be anything: axes, specs, tensors of a transform. Nothing is checked."""
+    rows, *pos = leaves
     mask = object.__new__(Mask)
-    for name, leaf in zip(("rows", "pos"), leaves, strict=True):
-        object.__setattr__(mask, name, leaf)
+    object.__setattr__(mask, "rows", rows)
+    object.__setattr__(mask, "pos", pos[0] if pos else None)
     return mask
 
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 import backlight
 from backlight.arguments import check_flag, check_number, check_whole
 from backlight.binding import make_spec
+from backlight.mask import Mask
 from backlight.nn.cache import KVCache
-from backlight.nn.checks import check_cache, check_factory, check_input, check_positions
+from backlight.nn.checks import check_cache, check_factory, check_input, check_positions, held_mask
 from backlight.nn.rotary import angles, packed_positions, rotate
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -116,6 +117,7 @@ class Attention(nn.Module):
         cu_seqlens: Tensor | None = None,
         positions: Tensor | None = None,
         cache: KVCache | None = None,
+        mask: Mask | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -125,15 +127,19 @@ class Attention(nn.Module):
             positions: integers [S] or [B, S] ([T] when packed) for the rotary embedding; default: counted from 0 in each
                 sequence, or on from what the cache has seen.
             cache: keys and values of the past; those of x are added to it. Needs a causal layer and no gradients.
+            mask: which rows of x see a key (`backlight.mask`), on top of causal and window; with a cache, of all keys that it
+                has seen, also those it has forgotten, and those of x.
         """
         check_input(self, x, cu_seqlens)
         check_cache(self, cache, cu_seqlens)
         q, k, v = self.project(x, cu_seqlens=cu_seqlens, positions=positions, offset=0 if cache is None else cache.length)
-        options = self.options(x)
+        options = self.options(x) | {"mask": mask}
         if cu_seqlens is not None:
             return self.out(backlight.attention_varlen(q, k, v, cu_seqlens, **options).flatten(-2))
         staged = None if cache is None else cache.stage(k, v, left=self.spec.left)
-        k, v = (k, v) if staged is None else staged.held
+        if staged is not None:
+            k, v = staged.held
+            options["mask"] = held_mask(mask, staged.seen, k.shape[2])
         y = self.out(backlight.attention(q, k, v, **options).transpose(1, 2).flatten(-2))
         if cache is not None and staged is not None:
             cache.commit(staged)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from backlight import api
 from backlight.arguments import FLOATS, INTEGERS, check_borders, check_device, check_dtype, check_tensor, shown
+from backlight.mask import Mask
 from backlight.nn.cache import KVCache
 from backlight.spec import AttentionSpec
 
@@ -75,3 +76,12 @@ def check_cache(layer: Layer, cache: Any, cu_seqlens: Tensor | None) -> None:
         raise ValueError("cache must be None with cu_seqlens, got a KVCache: it goes with batched x [B, S, dim]")
     if not layer.spec.causal:
         raise ValueError("cache needs a causal layer: the rows of the past would have to see the new keys")
+
+
+def held_mask(mask: Any, seen: int, held: int) -> Mask | None:
+    """Of a mask for all keys that a cache has seen, that of the keys it holds. Anything else is for the call to refuse."""
+    if not isinstance(mask, Mask):
+        return mask
+    if mask.rows.shape[3] != seen:
+        raise ValueError(f"mask must be of the {seen} keys that the cache has seen with those of x, got {mask.rows.shape[3]}")
+    return Mask(mask.rows[..., seen - held :], mask.pos)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import backlight
 from backlight import AttentionStatistics
 from backlight.arguments import shown
+from backlight.mask import Mask
 from backlight.nn.attention import Attention
 
 
@@ -33,9 +34,8 @@ def statistics(model: nn.Module) -> Iterator[dict[str, AttentionStatistics]]:
         def hook(layer: Attention, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             if options.get("cache") is not None:
                 raise ValueError("cache must be None where statistics are taken, got a KVCache: they are of a whole pass")
-            found[name] = layer_statistics(
-                layer, *args, cu_seqlens=options.get("cu_seqlens"), positions=options.get("positions")
-            )
+            given = {each: options.get(each) for each in ("cu_seqlens", "positions", "mask")}
+            found[name] = layer_statistics(layer, *args, **given)
 
         return hook
 
@@ -53,8 +53,13 @@ def statistics(model: nn.Module) -> Iterator[dict[str, AttentionStatistics]]:
 
 @torch.no_grad()
 def layer_statistics(
-    layer: Attention, x: Tensor, *, cu_seqlens: Tensor | None = None, positions: Tensor | None = None
+    layer: Attention,
+    x: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    positions: Tensor | None = None,
+    mask: Mask | None = None,
 ) -> AttentionStatistics:
     """Statistics of one layer on one input, arguments as in its forward."""
     q, k, v = layer.project(x, cu_seqlens=cu_seqlens, positions=positions)
-    return backlight.statistics(q, k, v, cu_seqlens, **layer.options())
+    return backlight.statistics(q, k, v, cu_seqlens, mask=mask, **layer.options())

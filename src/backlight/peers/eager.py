@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from backlight import intervals
 from backlight.call import Call
 from backlight.peers.features import gated
 from backlight.spec import Segment
@@ -15,15 +16,15 @@ from backlight.spec import Segment
 def attention(call: Call) -> Callable[..., Tensor]:
     """The call as a function of its leaves q, k, v and terms, in canonical layout."""
     segments = call.segments()
-    geometry = {(z.sq, z.sk): _geometry(call, z) for z in segments}
+    geometry = {z: _geometry(call, z) for z in (segments if call.varlen else segments[:1])}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None, **terms: Tensor) -> Tensor:
         if call.group > 1:
             k, v = k.repeat_interleave(call.group, 1), v.repeat_interleave(call.group, 1)
         if not call.varlen:
-            return gated(_dense(call, q, k, v, *geometry[segments[0].sq, segments[0].sk], **terms), gate)
+            return gated(_dense(call, q, k, v, *geometry[segments[0]], **terms), gate)
         parts = [
-            _dense(call, q[:, :, z.q0 : z.q1], k[:, :, z.k0 : z.k1], v[:, :, z.k0 : z.k1], *geometry[z.sq, z.sk], **terms)
+            _dense(call, q[:, :, z.q0 : z.q1], k[:, :, z.k0 : z.k1], v[:, :, z.k0 : z.k1], *geometry[z], **terms)
             for z in segments
         ]
         return gated(torch.cat(parts, dim=2), gate)
@@ -32,11 +33,17 @@ def attention(call: Call) -> Callable[..., Tensor]:
 
 
 def _geometry(call: Call, z: Segment) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """What is hidden [Sq,Sk], the table column of each pair [Sq,Sk], and the number of visible keys [Sq,1]."""
+    """What is hidden [Sq,Sk], the table column of each pair [Sq,Sk], and the number of visible keys [Sq,1].
+
+    Under a mask the first and the last are those of each head, [B or 1, Hq or 1, Sq, ...].
+    """
     spec, device = call.spec, call.q.device
     hidden = ~spec.allowed(z.sq, z.sk, device) if spec.masked else None
     column = spec.distance(0, z.sq, 0, z.sk, z.sq, z.sk, device) + spec.bias_origin if spec.bias else None
-    return hidden, column, spec.visible_counts(z.sq, z.sk, device)[:, None]
+    if call.rows is None:
+        return hidden, column, spec.visible_counts(z.sq, z.sk, device)[:, None]
+    seen = intervals.visible_heads(call, z)[None] if call.varlen else intervals.visible_whole(call)
+    return ~seen, column, seen.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
 def _dense(

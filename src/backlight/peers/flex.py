@@ -98,9 +98,20 @@ def score_function(softcap: float | None, bias: Tensor | None, origin: int, shif
     return score_mod
 
 
-def mask_function(spec: AttentionSpec, sq: int, sk: int, borders: Borders, device: torch.device) -> Mask | None:
-    """Which pairs are visible; None when all are. borders: cu_seqlens of packed sequences, the same for queries and keys."""
-    if not spec.masked and borders is None:
+def mask_function(
+    spec: AttentionSpec,
+    sq: int,
+    sk: int,
+    borders: Borders,
+    device: torch.device,
+    rows: Tensor | None = None,
+    pos: Tensor | None = None,
+) -> Mask | None:
+    """Which pairs are visible; None when all are. borders: cu_seqlens of packed sequences, the same for queries and keys.
+
+    rows, pos: of a mask by row intervals.
+    """
+    if not spec.masked and borders is None and rows is None:
         return None
     left, right, shift, sequence = spec.left, spec.right, sk - sq, None
     if borders is not None:
@@ -114,20 +125,38 @@ def mask_function(spec: AttentionSpec, sq: int, sk: int, borders: Borders, devic
             seen = seen & (distance >= -right)
         if left is not None:
             seen = seen & (distance <= left)
-        return seen if sequence is None else seen & (sequence[i] == sequence[j])
+        seen = seen if sequence is None else seen & (sequence[i] == sequence[j])
+        return seen if rows is None else seen & _in_an_interval(rows, pos, b, h, i, j)
 
     return visible
 
 
-def block_mask(spec: AttentionSpec, sq: int, sk: int, borders: Borders, device: torch.device) -> Any:
+def _in_an_interval(rows: Tensor, pos: Tensor | None, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    # batch and heads that are 1 stand for all
+    own, head = b % rows.shape[0], h % rows.shape[1]
+    at = i if pos is None else pos[b % pos.shape[0], i]
+    seen = (rows[own, head, 0, j] <= at) & (at < rows[own, head, 1, j])
+    return seen if rows.shape[2] == 2 else seen | ((rows[own, head, 2, j] <= at) & (at < rows[own, head, 3, j]))
+
+
+def block_mask(
+    spec: AttentionSpec,
+    sq: int,
+    sk: int,
+    borders: Borders,
+    device: torch.device,
+    rows: Tensor | None = None,
+    pos: Tensor | None = None,
+) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    visible = mask_function(spec, sq, sk, borders, device)
+    visible = mask_function(spec, sq, sk, borders, device, rows, pos)
     if visible is None:
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return create_block_mask(visible, None, None, sq, sk, device=device)
+        batch, heads = (None if rows is None or rows.shape[axis] == 1 else rows.shape[axis] for axis in (0, 1))
+        return create_block_mask(visible, batch, heads, sq, sk, device=device)
 
 
 kept_block_mask = lru_cache(maxsize=64)(block_mask)

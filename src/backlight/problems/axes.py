@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from backlight.call import Call
+from backlight.intervals import shifted
 from backlight.spec import LEARNED, TENSORS
 
 OUTPUT_AXES = ("batch", "heads", "rows", "values")
@@ -25,7 +26,7 @@ KEY_GRADIENTS = tuple(f"d{name}" for name in LEARNED if "keys" in AXES[name])
 
 @dataclass(frozen=True)
 class Sizes:
-    """How long each axis is; distances are the columns of a table by distance."""
+    """How long each axis is; distances are the columns of a table by distance, ends those of the row intervals of a key."""
 
     batch: int
     heads: int
@@ -35,12 +36,14 @@ class Sizes:
     dim: int
     values: int
     distances: int = 0
+    ends: int = 2
 
     @staticmethod
     def of(call: Call) -> Sizes:
         batch, heads, rows, dim = call.q.shape
         distances = 0 if call.bias is None else call.bias.shape[1]
-        return Sizes(batch, heads, call.k.shape[1], rows, call.k.shape[2], dim, call.v.shape[3], distances)
+        ends = 2 if call.rows is None else call.rows.shape[2]
+        return Sizes(batch, heads, call.k.shape[1], rows, call.k.shape[2], dim, call.v.shape[3], distances, ends)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor of the call, of its output or of a gradient."""
@@ -56,7 +59,7 @@ def cut(name: str, x: Tensor, ranges: Mapping[str, slice]) -> Tensor:
 
 
 def tensors_of(call: Call) -> dict[str, Tensor]:
-    """q, k, v and the terms that the call has, by name."""
+    """q, k, v and the learned terms that the call has, by name."""
     return {name: x for name in LEARNED if (x := getattr(call, name)) is not None}
 
 
@@ -68,4 +71,20 @@ def with_tensors(call: Call, tensors: Mapping[str, Tensor], **changes: Any) -> C
 
 def cut_call(call: Call, ranges: Mapping[str, slice], **changes: Any) -> Call:
     """The call of a part: every tensor cut along the same axes."""
-    return with_tensors(call, {name: cut(name, x, ranges) for name, x in tensors_of(call).items()}, **changes)
+    return with_tensors(
+        call, {name: cut(name, x, ranges) for name, x in tensors_of(call).items()} | _cut_mask(call, ranges), **changes
+    )
+
+
+def _cut_mask(call: Call, ranges: Mapping[str, slice]) -> dict[str, Tensor]:
+    """The mask of a part, its rows counted from the part's first; batch and heads of 1 stand for all, and stay."""
+    given = {name: x for name in ("rows", "pos") if (x := getattr(call, name)) is not None}
+    found = {name: cut_mask(name, x, ranges) for name, x in given.items()}
+    start = ranges["rows"].start if "rows" in ranges else None
+    return found | {"rows": shifted(found["rows"], start)} if start and "rows" in found and "pos" not in found else found
+
+
+def cut_mask(name: str, x: Tensor, ranges: Mapping[str, slice]) -> Tensor:
+    """`cut` of a tensor of a mask."""
+    shared = [axis for axis, size in zip(AXES[name], x.shape, strict=True) if size == 1 and axis in ("batch", "heads")]
+    return cut(name, x, {axis: at for axis, at in ranges.items() if axis not in shared})

@@ -21,8 +21,9 @@ from backlight.spec import TERMS, AttentionSpec
 # one head at a time, the oracle holds about so many Sq x Sk matrices, and the doctor so many copies of the tensors
 MATRICES, COPIES = 12, 16
 LARGEST_SEED = 2**62
-LETTERS = {"batch": "B", "heads": "Hq", "rows": "Sq", "keys": "Sk", "values": "Dv", "distances": "n"}
+LETTERS = {"batch": "B", "heads": "Hq", "rows": "Sq", "keys": "Sk", "values": "Dv", "distances": "n", "ends": "2 or 4"}
 SHAPES = {term.name: f"[{', '.join(LETTERS.get(axis, axis) for axis in term.axes)}]" for term in TERMS}
+MASK = ("rows", "pos")
 NUMBERS: dict[str, tuple[type, ...]] = {"bias": (int,), "tau": (int, float)}
 
 
@@ -114,7 +115,7 @@ def check_room(sizes: Sizes, device: torch.device) -> None:
         room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
         return
-    b, hq, hkv, sq, sk, d, dv, columns = astuple(sizes)
+    b, hq, hkv, sq, sk, d, dv, columns, _ = astuple(sizes)
     needed = 8 * (MATRICES * sq * sk + COPIES * (b * (hq * sq + hkv * sk) * (d + dv) + hq * columns))
     if needed > room:
         shape = f"B {b}, Hq {hq}, Hkv {hkv}, Sq {sq}, Sk {sk}, D {d}, Dv {dv}" + (f", bias {columns}" if columns else "")
@@ -159,6 +160,8 @@ def check_term(name: str, x: Any, q: Tensor, v: Tensor) -> None:
     if AXES[name] == OUTPUT_AXES:
         return check_like_output(name, x, q, v)
     _dense(name, x)
+    if name in MASK:
+        return _check_mask(name, x, q, v)
     unknown = [axis for axis in AXES[name] if axis not in ("heads", "distances")]
     if unknown:
         raise NotImplementedError(f"{name} has an axis of {unknown[0]}, and nothing is known here about its length")
@@ -168,6 +171,15 @@ def check_term(name: str, x: Any, q: Tensor, v: Tensor) -> None:
     if not fits or not x.is_floating_point():
         wanted = f"{SHAPES[name]} with Hq = {hq}"
         raise ValueError(f"{name} must be floating point of shape {wanted}, got {x.dtype} of {tuple(x.shape)}")
+
+
+def _check_mask(name: str, x: Tensor, q: Tensor, v: Tensor) -> None:
+    """Batch and heads may be 1 for all alike."""
+    known = {"batch": (1, q.shape[0]), "heads": (1, q.shape[1]), "ends": (2, 4), "keys": (v.shape[2],), "rows": (q.shape[2],)}
+    fits = x.dim() == len(AXES[name]) and all(n in known[axis] for axis, n in zip(AXES[name], x.shape, strict=True))
+    if not fits or x.dtype != torch.int32:
+        wanted = " x ".join(" or ".join(map(str, dict.fromkeys(known[axis]))) for axis in AXES[name])
+        raise ValueError(f"{name} must be int32 of shape {wanted}, got {x.dtype} of {tuple(x.shape)}")
 
 
 def check_call(call: Call) -> None:

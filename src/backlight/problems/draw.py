@@ -6,7 +6,7 @@ here, so that a seed means the same numbers as ever.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import accumulate
 
 import torch
@@ -18,6 +18,8 @@ from backlight.spec import LEARNED, TENSORS, AttentionSpec
 
 # terms that N(0, 1) is a sensible choice for; values of tau are always chosen
 NORMAL_TERMS = ("bias", "sink", "gate")
+# terms of whole numbers
+COUNTING_TERMS = ("rows", "pos")
 LIKE_Q = {each.name for each in TENSORS if each.like_q} | {"dy"}
 
 
@@ -32,8 +34,8 @@ def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def terms_to_draw(spec: AttentionSpec, chosen: Collection[str]) -> tuple[str, ...]:
-    """Terms of the spec that were not chosen; refuses one that nobody knows how to draw."""
-    wanted = tuple(name for name in spec.terms if name not in chosen)
+    """Terms of the spec that were not chosen, but for masks; refuses one that nobody knows how to draw."""
+    wanted = tuple(name for name in spec.terms if name not in (*chosen, *COUNTING_TERMS))
     unknown = [name for name in wanted if name not in NORMAL_TERMS]
     if unknown:
         raise NotImplementedError(f"nothing is known about how to draw {unknown[0]}: its values must be given")
@@ -64,6 +66,70 @@ def normal(
     return {name: draw(name) for name in names}
 
 
+def mask_terms(
+    spec: AttentionSpec, sizes: Sizes, kind: str, seed: int, own: Collection[str] = ("batch", "heads")
+) -> dict[str, Tensor]:
+    """The mask of a spec that has one, by name, on the CPU, from numbers of its own: all others are the same without it.
+
+    kind: one of `INTERVALS`. own: the axes of batch and heads along which the mask differs; it is the same along the others.
+    """
+    if not spec.rows:
+        return {}
+    generator = torch.Generator().manual_seed(seed + 1)
+    batch, heads = (getattr(sizes, axis) if axis in own else 1 for axis in ("batch", "heads"))
+
+    def below(most: int, *shape: int) -> Tensor:
+        return torch.randint(max(1, most), shape, generator=generator)
+
+    ends = INTERVALS[kind](below, batch, heads, sizes.rows, sizes.keys)
+    found = {"rows": torch.stack(ends, dim=2).to(torch.int32)}
+    if spec.pos:
+        # an order of the rows in which some stand at one place
+        found["pos"] = below(sizes.rows, batch, sizes.rows).to(torch.int32)
+    return found
+
+
+def _run(below: Below, batch: int, heads: int, rows: int, keys: int) -> list[Tensor]:
+    """Anywhere, of any length, also beyond the ends; some empty."""
+    first = below(rows + rows // 2, batch, heads, keys) - rows // 4
+    return [first, first + below(rows, batch, heads, keys) - rows // 8]
+
+
+def _two_runs(below: Below, batch: int, heads: int, rows: int, keys: int) -> list[Tensor]:
+    """In any order, apart, touching or one over the other."""
+    return [*_run(below, batch, heads, rows // 2, keys), *_run(below, batch, heads, rows, keys)]
+
+
+def _documents(below: Below, batch: int, heads: int, rows: int, keys: int) -> list[Tensor]:
+    """Causal documents of about a third of the keys."""
+    cuts = below(keys, batch, heads, 3).sort(dim=-1).values
+    own = torch.arange(keys).expand(batch, heads, keys)
+    at = torch.searchsorted(cuts, own.contiguous(), right=True)
+    ends = torch.cat([cuts, torch.full_like(cuts[..., :1], max(rows, keys))], dim=-1)
+    return [own, ends.gather(-1, at)]
+
+
+def _nothing(below: Below, batch: int, heads: int, rows: int, keys: int) -> list[Tensor]:
+    """Empty intervals, written in many ways."""
+    first = below(2 * rows, batch, heads, keys)
+    return [first, first - below(rows, batch, heads, keys)]
+
+
+def _everything(below: Below, batch: int, heads: int, rows: int, keys: int) -> list[Tensor]:
+    """Every row, written in many ways."""
+    return [-below(rows, batch, heads, keys), rows + below(rows, batch, heads, keys)]
+
+
+Below = Callable[..., Tensor]
+INTERVALS: dict[str, Callable[[Below, int, int, int, int], list[Tensor]]] = {
+    "run": _run,
+    "two runs": _two_runs,
+    "documents": _documents,
+    "nothing": _nothing,
+    "everything": _everything,
+}
+
+
 def settle(tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
     """The tensors in the dtype they have in a call of this dtype, on the device."""
     return {name: x.to(device, dtype_of(name, dtype)) for name, x in tensors.items()}
@@ -83,5 +149,5 @@ def borders(lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Ten
 
 def call_of(spec: AttentionSpec, tensors: Mapping[str, Tensor], cu_q: Tensor | None = None, cu_k: Tensor | None = None) -> Call:
     """The call that these tensors make; others among them (dy, dlse) are left out."""
-    found = {name: tensors[name] for name in LEARNED if name in tensors}
+    found = {name: tensors[name] for name in (*LEARNED, *COUNTING_TERMS) if name in tensors}
     return Call(spec, **found, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)  # type: ignore[arg-type]

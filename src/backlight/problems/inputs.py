@@ -10,12 +10,13 @@ from torch import Tensor
 
 from backlight.problems import checks
 from backlight.problems.axes import Sizes, with_tensors
-from backlight.problems.draw import call_of, normal, parameter_dtype, repeated, settle, terms_to_draw
+from backlight.problems.draw import call_of, mask_terms, normal, parameter_dtype, repeated, settle, terms_to_draw
 from backlight.problems.problem import Problem
 from backlight.problems.recipes import RECIPES
 from backlight.spec import TERM_NAMES, AttentionSpec
 
 DEFAULT_SHAPE = (2, 4, 200, 64)
+DRAWN_MASK = "two runs"
 TAU_CYCLE = (-1.0, 0.5, -2.0, -0.5)
 
 
@@ -49,6 +50,7 @@ def make(
     names = ("q", "k", "v", "dy", *terms_to_draw(spec, chosen))
     drawn = normal(sizes, names, dtype=dtype, seed=seed, wide=torch.float32)
     drawn["q"], drawn["k"] = RECIPES[recipe](drawn["q"], drawn["k"], spec.resolve_scale(sizes.dim))
+    chosen = mask_terms(spec, sizes, DRAWN_MASK, seed) | chosen
     placed = settle(drawn, dtype, device) | {name: x.to(device) for name, x in chosen.items()}
     if cu_q is not None and cu_k is not None:
         same, cu_q = cu_k is cu_q, cu_q.to(device)

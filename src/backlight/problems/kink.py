@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from backlight import intervals
 from backlight.call import Call
 from backlight.reference import STAGES, oracle
 from backlight.reference.trace import Stage
@@ -27,12 +28,12 @@ def margin(call: Call) -> float:
     p = oracle(call, keep=["p"]).p
     smallest = float("inf")
     for segment in call.segments():
-        n = call.spec.visible_counts(segment.sq, segment.sk, p.device)
-        visible = call.spec.allowed(segment.sq, segment.sk, p.device)
-        if not call.spec.sink:
-            visible = visible & (n > 1)[:, None]
         block = p[segment.batch, :, segment.q0 : segment.q1, segment.k0 : segment.k1]
         for h in (call.tau < 0).nonzero().flatten().tolist():
+            visible = intervals.visible(call, segment, h)
+            n = visible.sum(dim=-1)
+            if not call.spec.sink:
+                visible = visible & (n > 1)[:, None]
             threshold = -call.tau[h].double() / n.clamp(min=1)[:, None]
             distance = ((block[h] - threshold).abs() / threshold)[visible]
             smallest = min(smallest, *distance.amin().reshape(-1).tolist()) if distance.numel() else smallest

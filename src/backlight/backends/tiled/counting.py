@@ -6,6 +6,8 @@ tests/nn/test_statistics.py.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -20,11 +22,12 @@ WEIGHTS = 2**22
 
 
 def count(call: Call, lse: Tensor, tile: tuple[int, int]) -> Tensor:
-    """[6, Hq]: weights above zero, visible pairs, the sum of weights, rows without a weight, live tiles, rows that see a key.
+    """[8, Hq]: weights above zero, visible pairs, the sum of weights, rows without a weight, live tiles, rows that see a key,
+    tiles with a visible pair, tiles in which all pairs are visible.
 
     A live tile has a weight above zero; tiles of `tile` (rows, keys) start at the first row and key of a sequence.
     """
-    sums = torch.zeros(6, call.q.shape[1], dtype=torch.float64, device=call.q.device)
+    sums = torch.zeros(8, call.q.shape[1], dtype=torch.float64, device=call.q.device)
     for z in call.segments():
         for kv_head in range(call.k.shape[1]):
             heads = slice(kv_head * call.group, (kv_head + 1) * call.group)
@@ -33,13 +36,13 @@ def count(call: Call, lse: Tensor, tile: tuple[int, int]) -> Tensor:
 
 
 def _count_slab(call: Call, slab: Slab, lse: Tensor, tile: tuple[int, int]) -> Tensor:
-    """[6, r] of the query heads of one key head."""
+    """[8, r] of the query heads of one key head."""
     z = slab.segment
     step = max(1, WEIGHTS // max(1, call.group * z.sk * tile[0])) * tile[0]
     workspace = Workspace(call.group * min(step, z.sq) * z.sk, call.q, call.accumulator_dtype)
     scores = Scores(call, slab, workspace)
     elastic = Elastic(call, slab, workspace) if call.tau is not None else None
-    sums = torch.zeros(6, call.group, dtype=torch.float64, device=call.q.device)
+    sums = torch.zeros(8, call.group, dtype=torch.float64, device=call.q.device)
     for i0 in range(0, z.sq, step):
         i1 = min(i0 + step, z.sq)
         here = Tile(i0, i1, *call.spec.key_range(i0, i1, z.sq, z.sk))
@@ -50,21 +53,43 @@ def _count_slab(call: Call, slab: Slab, lse: Tensor, tile: tuple[int, int]) -> T
         p = scores.tile(here).sub_(base2(block.rows_of(lse[..., None]))).exp2_()
         a, m = p, scores.mask_(workspace.take("m", *p.shape).fill_(1), here).clamp_(min=0)
         seen = m.sum(dim=-1, keepdim=True)
+        tiles = _tiles(m, here, call.group, tile)
+        some, whole = tiles.any_of(), tiles.all_of(z.sk)
         if elastic is not None:
             elastic.start(block)
             a, m = elastic.weights(elastic.exact_single_(p, here), here, scores)
         n, survivors = seen, m.sum(dim=-1, keepdim=True)
         counts = (survivors, n, a.sum(dim=-1, keepdim=True), (survivors == 0) & (n > 0), n > 0)
         found = [block.sum_positions(each.double())[0] for each in counts]
-        alive = m[0].unflatten(0, (-1, call.group)).transpose(0, 1) > 0
-        sums += torch.stack([*found[:4], _live(alive, here.j0, tile), found[4]])
+        sums += torch.stack([*found[:4], _tiles(m, here, call.group, tile).any_of(), found[4], some, whole])
     return sums
 
 
-def _live(alive: Tensor, j0: int, tile: tuple[int, int]) -> Tensor:
-    """[r]: tiles of `alive` [r, rows, keys from j0] in which anything is; rows start on a tile."""
-    rows, keys = alive.shape[1:]
-    before = j0 % tile[1]
-    padded = pad(alive, (before, -(keys + before) % tile[1], 0, -rows % tile[0]))
-    tiles = padded.unflatten(2, (-1, tile[1])).unflatten(1, (-1, tile[0]))
-    return tiles.any(dim=4).any(dim=2).sum(dim=(1, 2)).double()
+@dataclass(frozen=True, slots=True)
+class _Tiled:
+    """Cells of some rows, which start on a tile, cut into tiles: [r, row tiles, rows, key tiles, keys]."""
+
+    cells: Tensor
+    rows: int
+    first_key: int
+
+    def any_of(self) -> Tensor:
+        """[r]: tiles in which anything is."""
+        return self.cells.any(dim=4).any(dim=2).sum(dim=(1, 2)).double()
+
+    def all_of(self, sk: int) -> Tensor:
+        """[r]: tiles in which everything is, of sk keys."""
+        _, m, bm, n, bn = self.cells.shape
+        rows = (self.rows - torch.arange(m) * bm).clamp(max=bm)
+        keys = (sk - self.first_key - torch.arange(n) * bn).clamp(max=bn)
+        cells = (rows[:, None] * keys).to(self.cells.device)
+        return (self.cells.sum(dim=(2, 4)) == cells).sum(dim=(1, 2)).double()
+
+
+def _tiles(cells: Tensor, here: Tile, group: int, tile: tuple[int, int]) -> _Tiled:
+    """Cells above zero of [1, rows, keys from here.j0], by tiles of the sequence."""
+    above = cells[0].unflatten(0, (-1, group)).transpose(0, 1) > 0
+    rows, keys = above.shape[1:]
+    before = here.j0 % tile[1]
+    padded = pad(above, (before, -(keys + before) % tile[1], 0, -rows % tile[0]))
+    return _Tiled(padded.unflatten(2, (-1, tile[1])).unflatten(1, (-1, tile[0])), rows, here.j0 - before)

@@ -274,6 +274,12 @@ class Bias:
             dmirrored[..., lo:hi] += sums[..., lo - m0 : hi - m0]
 
 
+def _counts_of_heads(call: Call) -> Tensor:
+    """n_i of every row under a mask, [B, Hq, Sq]; of all parts together where the call is one of them."""
+    known = None if call.part is None else call.part.n
+    return (intervals.visible_counts(call) if known is None else known).expand(call.q.shape[:3])
+
+
 # --- elastic softmax ---------------------------------------------------------------------------------------------------------
 
 
@@ -285,7 +291,7 @@ class Elastic:
         self.call, self.workspace = call, workspace
         self.tau_heads = heads_of(call.tau, slab, call.group, call.accumulator_dtype)
         # under a mask they differ from head to head
-        self.counts = None if call.rows is None else intervals.visible_counts(call).expand(call.q.shape[:3])[..., None]
+        self.counts = None if call.rows is None else _counts_of_heads(call)[..., None]
 
     def start(self, block: Block) -> None:
         self.block = block

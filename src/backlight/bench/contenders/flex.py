@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from backlight._private.torch import compiler_settings
-from backlight.bench.contender import PER_SHAPE, Contender, by_autograd, cannot, leaves_of
+from backlight.bench.contender import PER_SHAPE, TERM_WORDS, Contender, by_autograd, cannot, leaves_of
 from backlight.bench.workload import Tensors, Workload
 from backlight.call import Call
 from backlight.peers import flex
@@ -28,7 +28,7 @@ KERNEL_OPTIONS: tuple[dict[str, int], ...] = (
 )
 # how Triton and inductor say that a kernel needs more shared memory than there is
 TOO_LARGE = ("out of resource", "OutOfResources", "shared memory")
-ABLE = ("packed sequences", "a window", "softcap", "a bias by distance", "a sink", "a gate")
+ABLE = ("packed sequences", "a window", "softcap", *(TERM_WORDS[name] for name in ("bias", "sink", "gate", "rows", "pos")))
 
 
 class Flex:
@@ -113,7 +113,7 @@ def attention(call: Call, kernel_options: dict[str, int] | None = None) -> Calla
 
 def block_mask_of(call: Call) -> Any:
     borders = None if call.cu_seqlens_q is None else tuple(call.cu_seqlens_q.tolist())
-    return flex.block_mask(call.spec, call.q.shape[2], call.k.shape[2], borders, call.q.device)
+    return flex.block_mask(call.spec, call.q.shape[2], call.k.shape[2], borders, call.q.device, call.rows, call.pos)
 
 
 ADAPTERS = (Flex(),)

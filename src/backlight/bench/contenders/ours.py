@@ -11,6 +11,7 @@ import backlight
 from backlight import registry
 from backlight.bench.contender import PER_KIND, Contender, by_autograd, leaves_of
 from backlight.bench.workload import Tensors, Workload
+from backlight.mask import Mask
 
 OURS = "backlight"
 
@@ -37,6 +38,7 @@ class Ours:
             "scale": spec.scale,
             "softcap": spec.softcap,
             "bias_origin": spec.bias_origin,
+            "mask": None if call.rows is None else Mask(call.rows, call.pos),
             "backend": self.backend,
         }
         leaves, dy = leaves_of(tensors), tensors.dy

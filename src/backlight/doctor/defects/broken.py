@@ -82,8 +82,9 @@ def attention_of(kernel: Kernel) -> Callable[..., tuple[Tensor, Tensor]]:
         terms = {name: tensors.get(name) for name in TERM_NAMES}
         used: dict[str, Any] = {name: x is not None for name, x in terms.items()}
         spec = AttentionSpec(causal, window, scale, softcap, bias_origin=bias_origin, **used)
-        rest = {"spec": spec} | {name: tensors.get(name) for name in OPTIONAL if name not in terms}
-        return _Attention.apply(kernel, rest, q, k, v, *terms.values())
+        learned = {name: x for name, x in terms.items() if name in LEARNED}
+        rest = {"spec": spec} | {name: tensors.get(name) for name in OPTIONAL if name not in learned}
+        return _Attention.apply(kernel, rest, q, k, v, *learned.values())
 
     return _naming_tensors(broken_attention)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from backlight.doctor.defects import calls, heads, masks, packed, rows, scale, tails, terms, windows
+from backlight.doctor.defects import calls, heads, intervals, masks, packed, rows, scale, tails, terms, windows
 from backlight.doctor.defects.defect import Defect
 from backlight.spec import AttentionSpec
 
@@ -21,6 +21,7 @@ DEFECTS: tuple[Defect, ...] = (
     *scale.DEFECTS,
     *calls.DEFECTS,
     *masks.DEFECTS,
+    *intervals.DEFECTS,
     *windows.DEFECTS,
     *tails.DEFECTS,
     *packed.DEFECTS,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from backlight import intervals
 from backlight.call import Call
 from backlight.doctor.defects.mutants import Mutant
 
@@ -122,7 +123,7 @@ def both(*needs: Callable[[Call], bool]) -> Callable[[Call], bool]:
 
 
 def empty_rows(call: Call) -> bool:
-    return any(bool((call.spec.visible_counts(z.sq, z.sk) == 0).any()) for z in call.segments())
+    return any(not bool(intervals.visible_heads(call, z).any(dim=-1).all()) for z in call.segments())
 
 
 def negative_tau(call: Call) -> bool:

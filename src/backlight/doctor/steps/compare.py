@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from backlight import intervals
 from backlight.call import Call
 from backlight.problems.axes import KEY_GRADIENTS, ROW_GRADIENTS
 from backlight.problems.problem import Problem
@@ -255,16 +256,18 @@ def exact_zeros(name: str, call: Call, truth: Tensor) -> Tensor:
     zeros = torch.zeros(truth.shape, dtype=torch.bool, device=truth.device)
     if name == "o" or name in ROW_GRADIENTS or name in KEY_GRADIENTS:
         for segment in call.segments():
-            seen = call.spec.allowed(segment.sq, segment.sk, truth.device)
+            seen = intervals.visible_heads(call, segment).to(truth.device)
             if name in KEY_GRADIENTS:
-                zeros[segment.batch, :, segment.k0 : segment.k1] = ~seen.any(0)[:, None]
+                groups = seen if seen.shape[0] == 1 else seen.unflatten(0, (-1, call.group)).any(dim=1)
+                zeros[segment.batch, :, segment.k0 : segment.k1] = ~groups.any(dim=1)[..., None]
             else:
-                zeros[segment.batch, :, segment.q0 : segment.q1] = ~seen.any(1)[:, None]
+                zeros[segment.batch, :, segment.q0 : segment.q1] = ~seen.any(dim=2)[..., None]
     elif name == "dbias":
-        met = torch.zeros(truth.shape[1], dtype=torch.bool, device=truth.device)
+        met = torch.zeros(1 if call.rows is None else call.rows.shape[1], truth.shape[1], dtype=torch.bool, device=truth.device)
         for segment in call.segments():
-            i, j = call.spec.allowed(segment.sq, segment.sk, truth.device).nonzero(as_tuple=True)
+            h, i, j = intervals.visible_heads(call, segment).to(truth.device).nonzero(as_tuple=True)
             column = i + (segment.sk - segment.sq) - j + call.spec.bias_origin
-            met[column[(column >= 0) & (column < truth.shape[1])]] = True
+            inside = (column >= 0) & (column < truth.shape[1])
+            met[h[inside], column[inside]] = True
         zeros[:] = ~met
     return zeros

@@ -24,6 +24,7 @@ from backlight.doctor.steps.sheet import Sheet
 from backlight.doctor.subject.layouts import ShapeMismatch
 from backlight.doctor.subject.subject import Observed, Subject
 from backlight.doctor.subject.trouble import CouldNotRun
+from backlight.mask import Mask
 from backlight.problems import checks, inputs
 from backlight.problems.inputs import Given
 from backlight.problems.problem import Problem, shrink
@@ -50,6 +51,7 @@ def diagnose(
     sink: Tensor | None = None,
     tau: Tensor | float | None = None,
     gate: Tensor | None = None,
+    mask: Mask | None = None,
     cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None,
     shape: tuple[int, int, int, int] = inputs.DEFAULT_SHAPE,
     kv_heads: int | None = None,
@@ -67,6 +69,7 @@ def diagnose(
     spec:     what it is supposed to compute.
     q, k, v:  canonical [B,Hq,Sq,D], [B,Hkv,Sk,D], [B,Hkv,Sk,Dv] tensors (packed: B = 1 with cu_seqlens); drawn from `recipe`,
               `shape`, `kv_heads`, `sk`, `dv`, `dtype` and `seed` when absent. do: incoming gradient [B,Hq,Sq,Dv].
+    mask:     of a spec with `rows`; drawn when absent. A subject gets it as `mask`, or as the tensors `rows` and `pos`.
     level:    "quick" (comparison, identities, a few probes), "full" (all probes, tomography), "forensic" (tile sweep, more).
     against:  a reference of yours: it is judged by the same oracle, because a wrong reference looks like a wrong kernel.
     """
@@ -74,6 +77,7 @@ def diagnose(
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
     started = time.perf_counter()
     terms: dict[str, Any] = {"bias": bias, "sink": sink, "tau": tau, "gate": gate}
+    terms |= {"rows": None, "pos": None} if mask is None else {"rows": mask.rows, "pos": mask.pos}
     drawn = {"shape": shape, "kv_heads": kv_heads, "sk": sk, "dv": dv, "dtype": dtype, "recipe": recipe, "device": device}
     problem = _problem(spec, Given(q, k, v, do), terms, cu_seqlens, seed, drawn)
     examination = Examination(Subject.of(subject), problem, level)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from backlight import intervals
 from backlight.call import Call
 
 
@@ -11,14 +12,15 @@ def expected_zeros(call: Call) -> list[str]:
     single: list[str] = []
     empty_rows = unseen = 0
     for index, z in enumerate(call.segments()):
-        counts = spec.visible_counts(z.sq, z.sk)
+        seen = intervals.visible(call, z, 0)
+        counts = seen.sum(dim=-1)
         rows = (counts == 1).nonzero().flatten().tolist()
         if rows and (call.varlen or index == 0):
             place = f"row {z.q0 + rows[0]}" if len(rows) == 1 else f"rows {z.q0 + rows[0]}-{z.q0 + rows[-1]}"
             single.append(place)
         if call.varlen or index == 0:
             empty_rows += int((counts == 0).sum())
-            unseen += int((~spec.allowed(z.sq, z.sk).any(dim=0)).sum()) if z.sq else z.sk
+            unseen += int((~seen.any(dim=0)).sum()) if z.sq else z.sk
     if single and call.sink is None:
         shown = ", ".join(single[:4]) + (", ..." if len(single) > 4 else "")
         found.append(f"dq of {shown} (nothing but rounding): the row sees one key, so p = 1 and ds = p (dp - delta) = 0")
@@ -27,7 +29,7 @@ def expected_zeros(call: Call) -> list[str]:
         found.append(f"{empty_rows} rows see no key: o and dq are exactly 0 there and lse is {lse}")
     if unseen:
         found.append(f"{unseen} keys are seen by no row: dk and dv are exactly 0 there")
-    if spec.masked:
+    if spec.masked or spec.rows:
         found.append("p and ds are exactly 0 for hidden keys")
     if call.tau is not None and bool((call.tau < 0).any()):
         found.append("weights of pruned keys (p <= -tau/n) are exactly 0; their ds is not")

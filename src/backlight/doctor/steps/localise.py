@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from backlight import intervals
 from backlight.call import Call
 from backlight.doctor.defects.mutants import BACKWARD_HALF, FORWARD_HALF, SAVED_ROWS, Half
 from backlight.doctor.report.model import Where
@@ -109,8 +110,8 @@ def only_in_empty_rows(c: Comparison, call: Call) -> bool:
     """Whether every non-finite value of a row tensor lies in a row that sees no key."""
     allowed = torch.zeros_like(c.nonfinite)
     for z in call.segments():
-        empty = call.spec.visible_counts(z.sq, z.sk, allowed.device) == 0
-        allowed[z.batch, :, z.q0 : z.q1] = empty if allowed.dim() == 3 else empty[:, None]
+        empty = ~intervals.visible_heads(call, z).any(dim=-1).to(allowed.device)
+        allowed[z.batch, :, z.q0 : z.q1] = empty if allowed.dim() == 3 else empty[..., None]
     return bool(c.nonfinite.any()) and not bool((c.nonfinite & ~allowed).any())
 
 

@@ -314,6 +314,7 @@ def permuted_heads(bench: Bench) -> Probe:
     if call.q.shape[1] == 1:
         return Probe("", None, "one head")
     flip = {name: x.flip(1 if "batch" in AXES[name] else 0) for name, x in tensors_of(call).items()}
+    flip |= {} if call.rows is None else {"rows": call.rows.flip(1)}
     out = bench.subject.run(with_tensors(call, flip), problem.dy.flip(1))
     back = {n: x.flip(1) if x.dim() >= 3 else x.flip(0) for n, x in out.values.items()}
     return bench.equal(

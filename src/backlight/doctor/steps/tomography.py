@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from backlight import intervals
 from backlight.call import Call
 from backlight.doctor.report.words import counted
 from backlight.doctor.steps.localise import diagonals
@@ -113,19 +114,10 @@ def score_gradient(subject: Subject, problem: Problem) -> Recovered:
 
 
 def _judge(name: str, value: Tensor, truth: Tensor, call: Call, exact: bool = True) -> Recovered:
-    hidden = truth == 0 if call.varlen else ~call.spec.allowed(truth.shape[-2], truth.shape[-1], truth.device).expand_as(truth)
     if not exact:
-        none = torch.zeros_like(hidden)
+        none = torch.zeros_like(truth, dtype=torch.bool)
         return Recovered(name, value, truth, none, none)
-    if call.varlen:
-        hidden = ~_packed_visibility(call).expand_as(truth)
+    hidden = ~intervals.visible_whole(call).to(truth.device).expand_as(truth)
     leaks = hidden & (value != 0)
     holes = ~hidden & (truth > FAINT) & (value == 0)
     return Recovered(name, value, truth, leaks, holes)
-
-
-def _packed_visibility(call: Call) -> Tensor:
-    seen = torch.zeros(call.q.shape[2], call.k.shape[2], dtype=torch.bool, device=call.q.device)
-    for z in call.segments():
-        seen[z.q0 : z.q1, z.k0 : z.k1] = call.spec.allowed(z.sq, z.sk, call.q.device)
-    return seen

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backlight.problems import checks
-from backlight.problems.axes import cut
+from backlight.problems.axes import cut, cut_mask
 from backlight.problems.draw import borders
 from backlight.spec import LEARNED, TERM_NAMES, AttentionSpec
 
@@ -101,7 +101,9 @@ class Case:
         ranges = {axis: slice(length) for axis, length in lengths.items()}
         known = [name for name in (*LEARNED, "do") if name in self.tensors]
         wanted = [name for name in known if name not in TERM_NAMES or getattr(self.spec, name)]
-        return {name: cut(name, self.tensors[name], ranges) for name in wanted}
+        learned = {name: cut(name, self.tensors[name], ranges) for name in wanted}
+        masks = [name for name in ("rows", "pos") if name in self.tensors and getattr(self.spec, name)]
+        return learned | {name: cut_mask(name, self.tensors[name], ranges) for name in masks}
 
     def differences(self) -> dict[str, Any]:
         """Fields of the spec that differ from plain attention."""

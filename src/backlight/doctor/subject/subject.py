@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from backlight.call import Call
 from backlight.doctor.subject import layouts
 from backlight.doctor.subject.trouble import CouldNotRun, short_path, subject_code
+from backlight.mask import Mask
 from backlight.problems.axes import AXES, KEY_GRADIENTS, ROW_GRADIENTS, tensors_of
 from backlight.spec import TERM_NAMES
 
+MASK = "mask"
 # canonical keyword -> names used in the wild
 KEYWORDS = {
     "causal": ("causal", "is_causal"),
@@ -31,6 +33,9 @@ KEYWORDS = {
     "bias_origin": ("bias_origin",),
     **{name: (name,) for name in TERM_NAMES},
     "sink": ("sink", "sinks", "s_aux"),
+    # the tensors of a mask, or both as one `backlight.mask.Mask`
+    "rows": ("rows", MASK),
+    "pos": ("pos", MASK),
     "cu_seqlens_q": ("cu_seqlens_q", "cu_seqlens"),
     "cu_seqlens_k": ("cu_seqlens_k",),
 }
@@ -250,7 +255,7 @@ class Subject:
         for name, value in wanted.items():
             spelled = next((word for word in KEYWORDS[name] if word in accepted), None)
             if spelled is not None:
-                extras[spelled] = value
+                extras[spelled] = value if spelled != MASK else Mask(call.rows, call.pos)
         for name, value in (("causal", call.spec.causal), ("scale", call.scale)):
             spelled = next((word for word in KEYWORDS[name] if word in accepted), None)
             if spelled is not None and spelled not in extras and _surprising_default(self.forward, spelled):
