@@ -107,7 +107,9 @@ def folded_interval(rows_ptr, end_stride, which, key, own, exists, left, right, 
     return tl.where(holds, first, NO_ROW), tl.where(holds, end, nobody)
 
 
-@triton.jit(do_not_specialize=["sq", "sk", "n_segments", "mask_heads", "left", "right"])
+@triton.jit(
+    do_not_specialize=["batch_stride", "head_stride", "end_stride", "sq", "sk", "n_segments", "mask_heads", "left", "right"]
+)
 def _fold_kernel(
     rows_ptr, batch_stride, head_stride, end_stride, key_stride, folded_ptr, extremes_ptr, packing,
     sq, sk, n_segments, mask_heads, left, right,
@@ -155,19 +157,26 @@ def store_extremes(ptr, first, end):
     tl.store(ptr + 3, tl.max(end, 0))
 
 
-@triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
+@triton.jit(do_not_specialize=["batch_stride", "sq", "sk", "n_segments"])
 def _order_kernel(
-    pos_ptr, batch_stride, row_stride, order_ptr, packing, sq, sk, n_segments, VARLEN: tl.constexpr, BM: tl.constexpr
+    pos_ptr, batch_stride, row_stride, held_ptr, order_ptr, packing, sq, sk, n_segments,
+    VARLEN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """The smallest and largest pos of each row tile: order [B|1, row tiles, 2]."""
+    """pos as kernels compare it, held [B|1, Sq], and the smallest and largest of each row tile: order [B|1, row tiles, 2].
+
+    As ends are, positions are kept where NO_ROW is beyond them: those below count as -NO_ROW, those above as NO_ROW - 1.
+    """
     tile = tl.program_id(0)
     own = sequence_of(tile, packing, sq, sk, n_segments, VARLEN, True)
     row = own.tile * BM + tl.arange(0, BM)
     exists = row < own.sq
-    pos_ptr += tl.cast(tl.program_id(1), tl.int64) * batch_stride + (own.q_start + row).to(tl.int64) * row_stride
-    at = order_ptr + (tl.cast(tl.program_id(1), tl.int64) * tl.num_programs(0) + tile) * 2
-    tl.store(at, tl.min(tl.load(pos_ptr, mask=exists, other=NO_ROW), 0))
-    tl.store(at + 1, tl.max(tl.load(pos_ptr, mask=exists, other=-NO_ROW), 0))
+    b = tl.cast(tl.program_id(1), tl.int64)
+    pos_ptr += b * batch_stride + (own.q_start + row).to(tl.int64) * row_stride
+    pos = tl.minimum(tl.maximum(tl.load(pos_ptr, mask=exists, other=0), -NO_ROW), NO_ROW - 1)
+    tl.store(held_ptr + b * sq + own.q_start + row, pos, mask=exists)
+    at = order_ptr + (b * tl.num_programs(0) + tile) * 2
+    tl.store(at, tl.min(tl.where(exists, pos, NO_ROW), 0))
+    tl.store(at + 1, tl.max(tl.where(exists, pos, -NO_ROW), 0))
 
 
 @triton.jit
@@ -205,7 +214,11 @@ def geometric(row, row_end, key, own, left, right, LEFT: tl.constexpr, RIGHT: tl
     return empty, full
 
 
-@triton.jit(do_not_specialize=["sq", "sk", "n_segments", "mask_heads", "left", "right", "key_tiles", "row_tiles", "most"])
+@triton.jit(
+    do_not_specialize=[
+        *("order_stride", "sq", "sk", "n_segments", "mask_heads", "left", "right", "key_tiles", "row_tiles", "most"),
+    ]
+)
 def _live_kernel(
     extremes_ptr, order_ptr, order_stride, live_ptr, counts_ptr, packing,
     sq, sk, n_segments, mask_heads, left, right, key_tiles, row_tiles, most,

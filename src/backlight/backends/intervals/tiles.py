@@ -37,12 +37,14 @@ class LiveTiles:
     """What a kernel reads of a mask (kernels.py).
 
     The mask of head h of batch entry b is number b * batch_step + h * head_step.
+    pos: [B|1, Sq], contiguous and held within the range of kernels; `rows` where there is none.
     """
 
     folded: Tensor
     live: Tensor
     counts: Tensor
     first_key_tiles: Tensor
+    pos: Tensor
     batch_step: int
     head_step: int
 
@@ -52,6 +54,19 @@ class LiveTiles:
         return self.live.shape[-1]
 
 
+def mask_steps(call: Call) -> tuple[int, int]:
+    """(batch step, head step) of `LiveTiles`: 0 where all batch entries, or all heads, have one mask."""
+    if call.rows is None:
+        return 0, 0
+    batch, heads = _masks_of(call.rows, call.pos)
+    return 0 if batch == 1 else heads, 0 if heads == 1 else 1
+
+
+def _masks_of(rows: Tensor, pos: Tensor | None) -> tuple[int, int]:
+    """How many masks there are: of batch entries, of heads."""
+    return max(rows.shape[0], 1 if pos is None else pos.shape[0]), rows.shape[1]
+
+
 def live_tiles(start: Start, call: Call, tiling: Tiling, of_rows: bool) -> LiveTiles:
     """The tiles that a kernel visits whose programs own row tiles (`of_rows`) or key tiles.
 
@@ -59,8 +74,8 @@ def live_tiles(start: Start, call: Call, tiling: Tiling, of_rows: bool) -> LiveT
     """
     rows, pos, spec = call.rows, call.pos, call.spec
     assert rows is not None
-    batch = max(rows.shape[0], 1 if pos is None else pos.shape[0])
-    heads, intervals = rows.shape[1], rows.shape[2] // 2
+    batch, heads = _masks_of(rows, pos)
+    intervals = rows.shape[2] // 2
     # a list for each key tile of `folded`
     owned, most = (tiling.row_tiles, tiling.key_tiles) if of_rows else (tiling.key_tiles + 1, tiling.row_tiles)
     masks, ends = batch * heads, (tiling.key_tiles + 1) * intervals
@@ -89,14 +104,15 @@ def live_tiles(start: Start, call: Call, tiling: Tiling, of_rows: bool) -> LiveT
         side,
     )
     sizes = [tiling.key_tiles, tiling.row_tiles, live.shape[-1]]
-    order, order_step = rows, 0
+    order, order_step, held = rows, 0, rows
     if pos is not None:
+        held = torch.empty(pos.shape, dtype=torch.int32, device=rows.device)
         order = torch.empty((pos.shape[0], tiling.row_tiles, 2), dtype=torch.int32, device=rows.device)
         order_step = 0 if pos.shape[0] == 1 else order.stride(0)
         start(
             _order_kernel,
             (tiling.row_tiles, pos.shape[0]),
-            [pos, *pos.stride(), order, packing, *lengths],
+            [pos, *pos.stride(), held, order, packing, *lengths],
             {"VARLEN": varlen, "BM": tiling.block_m},
             side,
         )
@@ -107,4 +123,4 @@ def live_tiles(start: Start, call: Call, tiling: Tiling, of_rows: bool) -> LiveT
         {"W": intervals, **flags, "OF_ROWS": of_rows, "BM": tiling.block_m, "BN": tiling.block_n, "CHUNK": CHUNK},
         side,
     )
-    return LiveTiles(folded, live, counts, packing.cu_key_tiles, 0 if batch == 1 else heads, 0 if heads == 1 else 1)
+    return LiveTiles(folded, live, counts, packing.cu_key_tiles, held, *mask_steps(call))

@@ -91,7 +91,11 @@ def variant_of(call: Call) -> str:
         return "softcap"
     if call.spec.left is not None:
         return "window"
-    return "causal" if call.spec.masked else "full"
+    return plain_of(call)
+
+
+def plain_of(call: Call) -> str:
+    return "causal" if call.spec.masked or call.spec.rows else "full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +143,7 @@ def shipped(kernel: str, call: Call, device: Device) -> KernelConfig | None:
 
 def entry(table: Mapping[str, KernelConfig], kernel: str, call: Call) -> KernelConfig | None:
     """The variant's own entry, else that of plain attention with or without a mask; lse is a forward that keeps no o."""
-    width, plain = max(64, width_of(call)), "causal" if call.spec.masked else "full"
+    width, plain = max(64, width_of(call)), plain_of(call)
     own = table.get(f"{kernel}/{width}/{variant_of(call)}")
     return own or table.get(f"{'forward' if kernel == 'lse' else kernel}/{width}/{plain}")
 

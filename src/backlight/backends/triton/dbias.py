@@ -15,7 +15,16 @@ from backlight.backends.triton.band import bias_tile, head_table, table_entry
 from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import load_vector, row_state, stream_tile
-from backlight.backends.triton.primitives import Segment, logits_of, nth_segment, surviving, tile_gradient, visible_count
+from backlight.backends.triton.primitives import (
+    Segment,
+    logits_of,
+    nth_segment,
+    own_counts,
+    surviving,
+    tile_gradient,
+    visible_count,
+)
+from backlight.backends.triton.visits import in_intervals, intervals_of
 
 # enough programs to fill a large card a few times over, whatever the number of heads
 PROGRAMS = 1024
@@ -24,7 +33,7 @@ PROGRAMS = 1024
 @triton.jit(do_not_specialize=["splits", "pitch16", "sq", "sk", "n_segments"])
 def _dbias_kernel(
     q_rows, k_rows, v_rows, do_rows, q_desc, k_desc, v_desc, do_desc, minus_lse2_ptr, delta_ptr, share_ptr, table_ptr,
-    partial_ptr, splits, pitch16, packing, geometry, sq, sk, n_segments,
+    partial_ptr, splits, pitch16, mask, packing, geometry, sq, sk, n_segments,
     V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     offset_index = tl.program_id(0) // splits
@@ -45,15 +54,19 @@ def _dbias_kernel(
     if V.RIGHT:
         bias = tl.where(-distance <= geometry.right, bias, float("-inf"))
         cut = cut | (BN - 1 - column + geometry.bias_origin > geometry.right)
+    if V.INTERVALS > 0:
+        cut = True
     bias *= geometry.unit
     total = tl.zeros([BM, BN], tl.float32)
+    packing = own_counts(packing, b, h, sq, geometry, V)
     segments = 1
     if V.VARLEN:
         segments = n_segments
     for z in range(segments):
-        segment = Segment(0, 0, sq, sk)
+        segment = Segment(0, 0, sq, sk, 0)
         if V.VARLEN:
             segment = nth_segment(z, packing)
+        intervals = intervals_of(mask, b, h, segment, sq, sk, n_segments, geometry, V, BN)
         # row i0 meets key i0 + ahead at this offset
         ahead = segment.sk - segment.sq + geometry.bias_origin - column
         first_tile = tl.maximum(1 - BN - ahead, 0) // BM
@@ -78,6 +91,10 @@ def _dbias_kernel(
                 # masks are in the bias: what is left are keys that do not exist
                 if (j0 < 0) | (j0 + BN > segment.sk):
                     p = tl.where((keys >= 0) & (keys < segment.sk), p, 0.0)
+                if V.INTERVALS > 0:
+                    held = tl.maximum(tl.minimum(keys, segment.sk - 1), 0)
+                    seen = in_intervals((i0 + row_lanes)[:, None], held, intervals, segment.sq, V, BN)
+                    p = tl.where(seen, p, 0.0)
                 share = minus_lse2
                 if V.TAU:
                     share = load_vector(share_ptr + row_offset, i0, segment.sq, 0.0, BM, V.VARLEN)[:, None]
@@ -132,6 +149,8 @@ def dbias_of(launch: Launch, rows: RowState) -> Tensor:
         partial,
         splits,
         rows.pitch16,
+        # offsets lie across key tiles: intervals are compared in all tiles, and no list is followed
+        launch.mask(config, of_rows=True),
         *launch.shared(call.cu_seqlens_q, config.block_m),
         V=launch.variant,
         TMA=tma and tma_keys,

@@ -11,7 +11,7 @@ from torch import Tensor
 from backlight.backends.triton.config import padded
 from backlight.backends.triton.launch import Launch, compact, rows_of
 from backlight.backends.triton.loads import at, load_tile, row_state, store_tile
-from backlight.backends.triton.primitives import LOG2E, segment_of, visible_count
+from backlight.backends.triton.primitives import LOG2E, own_counts, segment_of, visible_count
 from backlight.call import Call
 
 # no row tile of any kernel is higher
@@ -69,6 +69,7 @@ def _delta_kernel(
     offset = row_state(b, h, row, pitch16, geometry)
     if V.TAU:
         u = load_tile(at(u_rows, b, h, row), u_rows.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
+        packing = own_counts(packing, b, h, sq, geometry, V)
         n = tl.maximum(visible_count(i0 + lanes + segment.sk - segment.sq, segment, packing, geometry, V), 1)
         mean = tl.sum(do * u, 1)
         tau = tl.load(tau_ptr + h).to(tl.float32)

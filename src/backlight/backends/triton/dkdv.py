@@ -14,13 +14,22 @@ from backlight.backends.triton.config import key_kernels
 from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import at, load_tile, row_state, row_tile, store_tile, stream_tile
-from backlight.backends.triton.primitives import logits_of, row_span, segment_of, surviving, tile_gradient, tile_weights
+from backlight.backends.triton.primitives import (
+    logits_of,
+    own_counts,
+    row_span,
+    segment_of,
+    surviving,
+    tile_gradient,
+    tile_weights,
+)
+from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
 
 
 @triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
 def _dkdv_kernel(
     q_rows, do_rows, q_desc, do_desc, k_rows, v_rows, dk_rows, dv_rows, minus_lse2_ptr, delta_ptr, share_ptr, table_ptr,
-    scale, pitch16, packing, geometry, sq, sk, n_segments,
+    scale, pitch16, mask, packing, geometry, sq, sk, n_segments,
     V: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, TMA: tl.constexpr, DIRECT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -28,6 +37,8 @@ def _dkdv_kernel(
     b = tl.program_id(1) // kv_heads
     g = tl.program_id(1) % kv_heads
     segment, tile = segment_of(tl.program_id(0), packing, sq, sk, n_segments, V)
+    whole_sq = sq
+    row_tiles = tiles_of(sq, n_segments, V, BM)
     sq = segment.sq
     j0 = tile * BN
     n_keys = segment.sk - j0
@@ -48,8 +59,12 @@ def _dkdv_kernel(
         h = g * geometry.group + member
         offset = row_state(b, h, segment.q_start, pitch16, geometry)
         own_table_ptr = head_table(table_ptr, h, geometry, False)
-        if span.start < span.stop:
-            for i0 in range(span.start, span.stop, BM):
+        own_packing = own_counts(packing, b, h, whole_sq, geometry, V)
+        visits = visits_of(span, mask, b, h, tl.program_id(0), tl.num_programs(0) + 1, row_tiles, geometry, V, BM)
+        intervals = intervals_of(mask, b, h, segment, whole_sq, sk, n_segments, geometry, V, BN)
+        if visits.start < visits.stop:
+            for step in range(visits.start, visits.stop, BM):
+                i0, at_edge = visited(step, visits, V, BM)
                 i0 = tl.multiple_of(i0, BM)
                 q = stream_tile(q_rows, q_desc, b, h, segment.q_start, i0, sq, BM, V.D, V.BD, TMA)
                 do = stream_tile(do_rows, do_desc, b, h, segment.q_start, i0, sq, BM, V.DV, V.BDV, TMA)
@@ -68,18 +83,18 @@ def _dkdv_kernel(
                     # after the branch of the bias (dq.py)
                     dp = tl.dot(v, tl.trans(do), input_precision=V.PRECISION)
                 # keys beyond the end are not stored, rows beyond theirs weigh nothing: neither needs a mask
-                at_edge = False
-                if V.LEFT and V.RIGHT:
-                    at_edge = (i0 < span.low) | (i0 > span.high)
-                elif V.LEFT:
-                    at_edge = i0 > span.high
-                elif V.RIGHT:
-                    at_edge = i0 < span.low
+                if V.INTERVALS == 0:
+                    if V.LEFT and V.RIGHT:
+                        at_edge = (i0 < span.low) | (i0 > span.high)
+                    elif V.LEFT:
+                        at_edge = i0 > span.high
+                    elif V.RIGHT:
+                        at_edge = i0 < span.low
                 if V.TAU:
                     # a row may see this key alone
                     at_edge = (n_keys == 1) | at_edge
                 position = i0 + shift + row_lanes
-                p, a = tile_weights(s, share, 0.0, position, keys, at_edge, segment, packing, geometry, V)
+                p, a = tile_weights(s, share, 0.0, position, keys, at_edge, intervals, segment, own_packing, geometry, V, BN)
                 if WANT_DV:
                     dv = tl.dot(a.to(do.dtype), do, dv, input_precision=V.PRECISION)
                 if WANT_DK:
@@ -118,6 +133,7 @@ def launch_keys(kernel: str, launch: Launch, rows: RowState, dk: Tensor, dv: Ten
             launch.table,
             float(call.scale),
             rows.pitch16,
+            launch.mask(config, of_rows=False),
             *launch.shared(call.cu_seqlens_k, config.block_n),
             V=launch.variant,
             WANT_DK="dk" in kernel,

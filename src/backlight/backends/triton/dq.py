@@ -9,15 +9,26 @@ from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch
 from backlight.backends.triton.loads import at, key_tile, load_vector, own_tile, row_state, store_tile
-from backlight.backends.triton.primitives import key_span, logits_of, row_block, surviving, tile_gradient, tile_weights
+from backlight.backends.triton.primitives import (
+    key_span,
+    logits_of,
+    own_counts,
+    row_block,
+    surviving,
+    tile_gradient,
+    tile_weights,
+)
+from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
 
 
 @triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
 def _dq_kernel(
     q_rows, k_rows, v_rows, k_desc, v_desc, do_rows, dq_rows, minus_lse2_ptr, delta_ptr, share_ptr, table_ptr, scale,
-    pitch16, packing, geometry, sq, sk, n_segments, V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    pitch16, mask, packing, geometry, sq, sk, n_segments,
+    V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     block = row_block(packing, sq, sk, n_segments, geometry, V, BM)
+    packing = own_counts(packing, block.b, block.h, sq, geometry, V)
     table_ptr = head_table(table_ptr, block.h, geometry, True)
     key_lanes = tl.arange(0, BN)[None, :]
     q = own_tile(q_rows, block, BM, V.D, V.BD)
@@ -31,8 +42,12 @@ def _dq_kernel(
     BD: tl.constexpr = V.BD
     dq = tl.zeros([BM, BD], tl.float32)
     span = key_span(block, geometry, V, BN)
-    if span.start < span.stop:
-        for j0 in range(span.start, span.stop, BN):
+    key_tiles = tiles_of(sk, n_segments, V, BN)
+    visits = visits_of(span, mask, block.b, block.h, block.tile, tl.num_programs(0), key_tiles, geometry, V, BN)
+    intervals = intervals_of(mask, block.b, block.h, block.segment, sq, sk, n_segments, geometry, V, BN)
+    if visits.start < visits.stop:
+        for step in range(visits.start, visits.stop, BN):
+            j0, at_edge = visited(step, visits, V, BN)
             k = key_tile(k_rows, k_desc, block, j0, BN, V.D, V.BD, TMA)
             v = key_tile(v_rows, v_desc, block, j0, BN, V.DV, V.BDV, TMA)
             t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
@@ -42,8 +57,12 @@ def _dq_kernel(
                 s = add_bias(s, geometry.unit, table_ptr, entry, j0, span, geometry, V, BM, BN)
             # after the branch of the bias: a product in flight would have to end before it, and this one runs beside exp2
             dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
-            at_edge = (j0 < span.low) | (j0 > span.high)
-            p, _ = tile_weights(s, share, 0.0, block.position, j0 + key_lanes, at_edge, block.segment, packing, geometry, V)
+            if V.INTERVALS == 0:
+                at_edge = (j0 < span.low) | (j0 > span.high)
+            keys = j0 + key_lanes
+            p, _ = tile_weights(
+                s, share, 0.0, block.position, keys, at_edge, intervals, block.segment, packing, geometry, V, BN
+            )
             _, dx = tile_gradient(p, surviving(p, share, V), dp, delta, slope, V)
             dq = tl.dot(dx.to(k.dtype), k, dq, input_precision=V.PRECISION)
     store_tile(at(dq_rows, block.b, block.h, block.row), dq_rows.row, block.n_rows, dq * scale, BM, V.D, V.BD)

@@ -14,6 +14,7 @@ from backlight.backends.triton.elastic import elastic_of
 from backlight.backends.triton.launch import Launch, compact
 from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
 from backlight.backends.triton.primitives import LN2, LOG2E, key_span, logits_of, row_block, visible
+from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
 from backlight.call import Call
 
 # base-2 logits of a softcap that needs no running maximum, and the lowest reference of a row: 2^96, added up over 2^20 keys and
@@ -25,7 +26,7 @@ LARGEST = tl.constexpr(3.0e38)
 
 @triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
 def _fwd_kernel(
-    q_rows, k_rows, v_rows, k_desc, v_desc, gate_rows, y_rows, lse_ptr, table_ptr, sink_ptr, packing, geometry,
+    q_rows, k_rows, v_rows, k_desc, v_desc, gate_rows, y_rows, lse_ptr, table_ptr, sink_ptr, mask, packing, geometry,
     sq, sk, n_segments, V: tl.constexpr, LSE_ONLY: tl.constexpr, BOUNDED: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -46,8 +47,12 @@ def _fwd_kernel(
     BDV: tl.constexpr = V.BDV
     o = tl.zeros([BM, BDV], tl.float32)
     span = key_span(block, geometry, V, BN)
-    if span.start < span.stop:
-        for j0 in range(span.start, span.stop, BN):
+    key_tiles = tiles_of(sk, n_segments, V, BN)
+    visits = visits_of(span, mask, block.b, block.h, block.tile, tl.num_programs(0), key_tiles, geometry, V, BN)
+    intervals = intervals_of(mask, block.b, block.h, block.segment, sq, sk, n_segments, geometry, V, BN)
+    if visits.start < visits.stop:
+        for step in range(visits.start, visits.stop, BN):
+            j0, at_edge = visited(step, visits, V, BN)
             k = key_tile(k_rows, k_desc, block, j0, BN, V.D, V.BD, TMA)
             t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
             if BOUNDED:
@@ -57,11 +62,13 @@ def _fwd_kernel(
             if V.BIAS:
                 entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
                 x = add_bias(x, 1.0, table_ptr, entry, j0, span, geometry, V, BM, BN)
-            at_edge = (j0 < span.low) | (j0 > span.high)
+            if V.INTERVALS == 0:
+                at_edge = (j0 < span.low) | (j0 > span.high)
             if BOUNDED:
                 at_edge = at_edge | (j0 == span.start)
             if at_edge:
-                x = tl.where(visible(block.position, j0 + key_lanes, block.segment.sk, geometry, V), x, float("-inf"))
+                seen = visible(block.position, j0 + key_lanes, intervals, block.segment, geometry, V, BN)
+                x = tl.where(seen, x, float("-inf"))
                 if BOUNDED:
                     # what weighs most in a short row should weigh 1, which p's dtype holds exactly
                     reference = tl.maximum(tl.max(x, 1), LOWEST_REFERENCE) * (j0 == span.start)
@@ -100,10 +107,11 @@ def _fwd_kernel(
 
 def bounded(call: Call) -> bool:
     """Whether a softcap keeps exp2 of all logits within the range of fp32 and bf16, with room for sums: a row's maximum over
-    its first tile will do then. fp16 has no such range, and bias and sink know no bound."""
+    its first tile will do then. fp16 has no such range, bias and sink know no bound, and under a mask a row may see nothing of
+    the first tile."""
     spec = call.spec
     within = spec.softcap is not None and spec.softcap * LOG2E.value <= LARGEST_LOGIT
-    return within and not spec.bias and not spec.sink and call.q.dtype != torch.float16
+    return within and not spec.bias and not spec.sink and not spec.rows and call.q.dtype != torch.float16
 
 
 def forward(call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:

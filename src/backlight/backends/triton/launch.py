@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backlight import intervals
+from backlight.backends.intervals.tiles import Tiling, live_tiles, mask_steps
 from backlight.backends.replaying.preparing import Preparing
 from backlight.backends.replaying.program import start
 from backlight.backends.triton import small
 from backlight.backends.triton.config import KernelConfig, config_of, padded
 from backlight.backends.triton.primitives import Geometry, Packing, Rows, Variant
 from backlight.backends.triton.table import table_of
+from backlight.backends.triton.visits import Mask
 from backlight.call import Call, Part
 from backlight.spec import LOG2E
 
@@ -49,6 +52,7 @@ class Launch(Preparing):
         # absent tensors still need a pointer; what is compiled in never reads it
         self.gate = self.q if call.gate is None else self.readable(call.gate)
         self.sink, self.tau = (self.q if x is None else compact(x) for x in (call.sink, call.tau))
+        self._masks: dict[tuple[int, int, bool], Mask] = {}
 
     def start(self, kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
         """`kernel[grid](*args, **named)`: a launch that can be made again (docs/host.md)."""
@@ -65,7 +69,7 @@ class Launch(Preparing):
             tma, descriptors = self.descriptors(config, config.block_n, self.k, self.v)
             own = (rows_of(x) for x in (self.q, self.k, self.v))
             others = (rows_of(x) for x in tensors)
-            shared = self.shared(self.call.cu_seqlens_q, config.block_m)
+            shared = (self.mask(config, of_rows=True), *self.shared(self.call.cu_seqlens_q, config.block_m))
             named |= {"V": self.variant, "TMA": tma, **config.launch}
             self.start(kernel, grid, *own, *descriptors, *others, *values, *shared, **named)
 
@@ -82,6 +86,38 @@ class Launch(Preparing):
     def table(self) -> Tensor:
         """The bias as `bias_tile` reads it."""
         return self.q if self.call.bias is None else table_of(self.start, self.call.bias, LOG2E / self.logit_units[1])
+
+    def mask(self, config: KernelConfig, of_rows: bool) -> Mask:
+        """The mask by row intervals, as a kernel reads it whose programs own row tiles or key tiles."""
+        if self.call.rows is None:
+            return Mask(self.q, self.q, self.q, self.q, self.q, 0)
+        kind = (config.block_m, config.block_n, of_rows)
+        if kind not in self._masks:
+            self._masks[kind] = self._find_mask(config, of_rows)
+        return self._masks[kind]
+
+    def _find_mask(self, config: KernelConfig, of_rows: bool) -> Mask:
+        call, block_m, block_n = self.call, config.block_m, config.block_n
+        packing: tuple[Tensor, ...] = ()
+        if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
+            sides = ((call.cu_seqlens_q, block_m), (call.cu_seqlens_k, block_n))
+            packing = (*(self.borders(*side) for side in sides), *(self.first_tiles(*side) for side in sides))
+        counts = self.row_grid(block_m)[0], self.key_grid(block_n)[0]
+        tiles = live_tiles(self.start_beside, call, Tiling(block_m, block_n, *counts, *packing), of_rows)
+        pos_batch = 0 if call.pos is None or call.pos.shape[0] == 1 else 1
+        return Mask(tiles.folded, tiles.live, tiles.counts, tiles.first_key_tiles, tiles.pos, pos_batch)
+
+    def start_beside(self, kernel: Any, grid: tuple[int, ...], args: list[Any], constants: dict[str, Any], _which: str) -> None:
+        self.start(kernel, grid, *args, **constants, num_warps=4, enable_fp_fusion=True)
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """Visible keys of rows where kernels cannot count them: of parts [Sq], of masks by row intervals [B|1, Hq|1, Sq]."""
+        part = self.elastic_part
+        if part is not None:
+            assert part.n is not None
+            return part.n
+        return intervals.visible_counts(self.call) if self.call.rows is not None and self.call.tau is not None else self.q
 
     @property
     def logit_units(self) -> tuple[float, float]:
@@ -103,6 +139,7 @@ class Launch(Preparing):
     def geometry(self) -> Geometry:
         call, spec = self.call, self.call.spec
         factor, unit = self.logit_units
+        mask_batch, mask_head = mask_steps(call)
         return Geometry(
             heads=call.q.shape[1],
             group=call.group,
@@ -112,6 +149,8 @@ class Launch(Preparing):
             bias_origin=spec.bias_origin,
             factor=factor,
             unit=unit,
+            mask_batch=mask_batch,
+            mask_head=mask_head,
         )
 
     @property
@@ -133,6 +172,8 @@ class Launch(Preparing):
             GATE=spec.gate,
             VARLEN=call.varlen,
             PART=self.elastic_part is not None,
+            INTERVALS=0 if call.rows is None else call.rows.shape[2] // 2,
+            POS=spec.pos,
             LINEAR=spec.softcap is None and self.logit_units[0] == 1.0,
             FP32=call.q.dtype == torch.float32,
             NVIDIA=self.nvidia,
@@ -164,7 +205,7 @@ class Launch(Preparing):
     def shared(self, cu_seqlens: Tensor | None, block: int) -> tuple[Any, ...]:
         """packing by tiles of `block` along `cu_seqlens`, geometry, sq, sk, number of segments."""
         call = self.call
-        n = self.q if self.elastic_part is None else self.elastic_part.n
+        n = self.counts
         lengths = (self.geometry, call.q.shape[2], call.k.shape[2])
         if cu_seqlens is None:
             return (Packing(self.q, self.q, self.q, n), *lengths, 0)

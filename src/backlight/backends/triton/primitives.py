@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from backlight.backends.triton.softcap import softcapped
+from backlight.backends.triton.visits import in_intervals, mask_number
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -26,7 +27,8 @@ class Rows(NamedTuple):
 
 class Geometry(NamedTuple):
     """What a kernel must know of the spec at run time. Base-2 logits are unit * (factor * q.k + table), with a softcap
-    unit * (tanh(factor * q.k) + table); unit is positive."""
+    unit * (tanh(factor * q.k) + table); unit is positive. The mask of head h of batch entry b is number
+    b * mask_batch + h * mask_head."""
 
     heads: Any
     group: Any
@@ -36,6 +38,8 @@ class Geometry(NamedTuple):
     bias_origin: Any
     factor: Any
     unit: Any
+    mask_batch: Any
+    mask_head: Any
 
 
 class Span(NamedTuple):
@@ -51,19 +55,21 @@ class Span(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """The sequence a program works on: where it begins in packed tensors, and its lengths."""
+    """The sequence a program works on: where it begins in packed tensors, its lengths, and which of them it is."""
 
     q_start: Any
     k_start: Any
     sq: Any
     sk: Any
+    number: Any
 
 
 class Block(NamedTuple):
     """What a program owns that owns rows: batch, query head and its key head, its first row in the tensor, how many rows of
-    the segment there are from it on, and their positions (i' of eq. 1)."""
+    the segment there are from it on, and their positions (i' of eq. 1). tile: which of all row tiles of a head it is."""
 
     segment: Any
+    tile: Any
     b: Any
     h: Any
     g: Any
@@ -75,7 +81,8 @@ class Block(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Packed sequences: borders of the segments, and the first tile of each. n: visible keys per row, read by parts only."""
+    """Packed sequences: borders of the segments, and the first tile of each. n: visible keys per row, read by parts and under a
+    mask by row intervals, which has as many rows of them as there are masks."""
 
     cu_q: Any
     cu_k: Any
@@ -102,6 +109,10 @@ class Variant(NamedTuple):
     VARLEN: bool
     # one part of an elastic row: lse and n of the whole row are given
     PART: bool
+    # of each key, in a mask by row intervals: 0 without a mask, 1 or 2
+    INTERVALS: int
+    # they are compared with pos; otherwise LEFT and RIGHT are in them
+    POS: bool
     # factor is 1
     LINEAR: bool
     FP32: bool
@@ -159,7 +170,19 @@ def row_span(first_key, last_key, sq, sk, geometry, V: tl.constexpr, BM: tl.cons
 
 
 @triton.jit
-def visible(position, key, sk, geometry, V: tl.constexpr):
+def visible(position, key, intervals, segment, geometry, V: tl.constexpr, BN: tl.constexpr):
+    """Eq. 2 and, under a mask, its intervals, which say all of it where they are compared with rows."""
+    if V.INTERVALS > 0:
+        row = position - (segment.sk - segment.sq)
+        seen = in_intervals(row, key, intervals, segment.sq, V, BN)
+        if V.POS and (V.LEFT or V.RIGHT):
+            seen = seen & within_reach(position, key, segment.sk, geometry, V)
+        return seen
+    return within_reach(position, key, segment.sk, geometry, V)
+
+
+@triton.jit
+def within_reach(position, key, sk, geometry, V: tl.constexpr):
     """Eq. 2. Rows that exist have positions below sk, so causal needs no test of the end."""
     if V.CAUSAL:
         seen = key <= position
@@ -174,8 +197,8 @@ def visible(position, key, sk, geometry, V: tl.constexpr):
 
 @triton.jit
 def visible_count(position, segment, packing, geometry, V: tl.constexpr):
-    """n_i of eq. 3; a part of an elastic row is told (`Part.n`)."""
-    if V.PART:
+    """n_i of eq. 3; a part of an elastic row is told (`Part.n`), and so is a row under a mask (`own_counts`)."""
+    if V.PART or V.INTERVALS > 0:
         row = position - (segment.sk - segment.sq)
         return tl.load(packing.n + segment.q_start + row, mask=(row >= 0) & (row < segment.sq), other=0)
     first = position * 0
@@ -185,6 +208,15 @@ def visible_count(position, segment, packing, geometry, V: tl.constexpr):
     if V.RIGHT:
         last = tl.minimum(position + geometry.right, segment.sk - 1)
     return tl.maximum(last - first + 1, 0)
+
+
+@triton.jit
+def own_counts(packing, b, h, sq, geometry, V: tl.constexpr):
+    """`packing` with the n of the rows of one head; sq: rows of q."""
+    if V.INTERVALS > 0 and V.TAU and not V.PART:
+        n = packing.n + mask_number(b, h, geometry) * sq
+        return Packing(packing.cu_q, packing.cu_k, packing.cu_tiles, n)
+    return packing
 
 
 @triton.jit
@@ -199,7 +231,9 @@ def logits_of(t, gain, addend, geometry, V: tl.constexpr, SLOPE: tl.constexpr):
 
 
 @triton.jit
-def tile_weights(s, share, floor, position, key, at_edge, segment, packing, geometry, V: tl.constexpr):
+def tile_weights(
+    s, share, floor, position, key, at_edge, intervals, segment, packing, geometry, V: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
     """(p, a) of eq. 8 to 11 of a tile in either orientation from s, the base-2 logits less lse2; share = tau / n.
 
     With tau a row that sees one key has p = 1 exactly; such a row is always cut by an edge.
@@ -209,7 +243,7 @@ def tile_weights(s, share, floor, position, key, at_edge, segment, packing, geom
     if V.TAU:
         a = tl.maximum(p + share, floor)
     if at_edge:
-        seen = visible(position, key, segment.sk, geometry, V)
+        seen = visible(position, key, intervals, segment, geometry, V, BN)
         if V.TAU and not V.SINK:
             p = tl.where(visible_count(position, segment, packing, geometry, V) == 1, 1.0, p)
         p = tl.where(seen, p, 0.0)
@@ -264,18 +298,18 @@ def nth_segment(z, packing):
     """Segment z of packed sequences."""
     q_start = tl.load(packing.cu_q + z)
     k_start = tl.load(packing.cu_k + z)
-    return Segment(q_start, k_start, tl.load(packing.cu_q + z + 1) - q_start, tl.load(packing.cu_k + z + 1) - k_start)
+    return Segment(q_start, k_start, tl.load(packing.cu_q + z + 1) - q_start, tl.load(packing.cu_k + z + 1) - k_start, z)
 
 
 @triton.jit
 def segment_of(tile, packing, sq, sk, n_segments, V: tl.constexpr):
     """(segment of a program's tile, number of the tile inside it); a tile beyond the last segment finds one without rows."""
-    segment = Segment(0, 0, sq, sk)
+    segment = Segment(0, 0, sq, sk, 0)
     if V.VARLEN:
         z, tile = locate(tile, packing.cu_tiles, n_segments)
         exists = (z < n_segments).to(tl.int32)
         found = nth_segment(tl.minimum(z, n_segments - 1), packing)
-        segment = Segment(found.q_start, found.k_start, found.sq * exists, found.sk * exists)
+        segment = Segment(found.q_start, found.k_start, found.sq * exists, found.sk * exists, found.number)
     return segment, tile
 
 
@@ -283,18 +317,19 @@ def segment_of(tile, packing, sq, sk, n_segments, V: tl.constexpr):
 def row_block(packing, sq, sk, n_segments, geometry, V: tl.constexpr, BM: tl.constexpr):
     """The block of a program that owns BM rows."""
     segment, tile = segment_of(tl.program_id(0), packing, sq, sk, n_segments, V)
-    if V.RIGHT and not V.VARLEN:
-        # causal: the longest rows first, so that the last wave is short
+    number = tl.program_id(0)
+    if (V.RIGHT or V.INTERVALS > 0) and not V.VARLEN:
+        # causal, and most masks: the longest rows first, so that the last wave is short
         tile = tl.num_programs(0) - 1 - tile
+        number = tile
     i0 = tile * BM
     first_position = i0 + segment.sk - segment.sq
     last_position = tl.minimum(i0 + BM, segment.sq) - 1 + segment.sk - segment.sq
     b = tl.program_id(1) // geometry.heads
     h = tl.program_id(1) % geometry.heads
     position = (first_position + tl.arange(0, BM))[:, None]
-    return Block(
-        segment, b, h, h // geometry.group, segment.q_start + i0, segment.sq - i0, first_position, last_position, position
-    )
+    g = h // geometry.group
+    return Block(segment, number, b, h, g, segment.q_start + i0, segment.sq - i0, first_position, last_position, position)
 
 
 @triton.jit
