@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from backlight._private.torch import assert_in_graph
+from backlight.integrations.transformers.refusing import NAME
 
 REFUSAL = (
-    "attn_implementation='backlight' has no equivalent of this model's mask under torch.compile: it knows causal and full "
+    f"{NAME} has no equivalent of this model's mask under torch.compile: it knows causal and full "
     "masks, sliding windows, padding and packed sequences; use another attn_implementation for this model"
 )
 
