@@ -186,7 +186,7 @@ class AttentionSpec:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keywords of `attention` that ask for this; the terms are tensors, which a spec does not hold."""
+        """The keywords of `attention` that make this spec, all but the terms, which are tensors."""
         names = ("causal", "window", "scale", "softcap", "bias_origin")
         return {name: getattr(self, name) for name in names}
 

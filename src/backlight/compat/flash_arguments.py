@@ -39,7 +39,7 @@ def check_flags(causal: Any, deterministic: Any, return_attn_probs: Any) -> None
 
 
 def check_longest(name: str, value: Any) -> None:
-    """A length; a tensor of one integer is one too, and is not read."""
+    """A length: a whole number, or a tensor of one integer, whose value is not read."""
     if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in INTEGERS:
         return
     check_whole(name, value, least=0)
@@ -65,7 +65,7 @@ def _window(window_size: Any) -> tuple[int | None, int | None]:
 
 
 def longest_of(cu_seqlens: Tensor, total: int) -> int:
-    """Positions of the longest sequence; where reading it would break a graph, as many as there are."""
+    """Length of the longest sequence; `total` where reading it would break a graph."""
     if torch.compiler.is_compiling() or cu_seqlens.device.type == "meta" or cu_seqlens.shape[0] < 2:
         return total
     return min(total, int(cu_seqlens.diff().max()))

@@ -82,7 +82,7 @@ class ContextParallel(Sequences):
         return run, registry.refusals(run)
 
     def prepare(self, bind: Callable[[], Call], backend: str | None) -> tuple[Strategy, Call, Callable[[Tensor], Tensor]]:
-        """The strategy all ranks agreed upon, this rank's call, and what makes DTensors of outputs where inputs are some."""
+        """The strategy all ranks agreed upon, this rank's call, and a function that makes DTensors of outputs if inputs are."""
         settings = Settings(self.layout, self.strategy, self.sum_learned, backend)
         try:
             call, placed = localise(bind(), self.mesh, self.layout)

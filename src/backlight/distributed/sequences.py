@@ -1,4 +1,4 @@
-"""One rank's share of tensors that run along the sequence, and the whole of them again."""
+"""Tensors along the sequence: this rank's share of one, and the whole one from the shares of all ranks."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class Mutant:
 
 
 def in_both_halves(backward: Stages | None = None, *, detail: str = "", **stages: Callable[..., Tensor]) -> Mutant:
-    """`stages` replaced in forward and backward alike, and those of `backward` there besides."""
+    """A mutant whose two halves have the same `stages` replaced, and the backward those of `backward` as well."""
     return Mutant(forward=stages, backward=stages | dict(backward or {}), detail=detail)
 
 

@@ -17,7 +17,7 @@ one_sequence = with_call(cu_seqlens_q=lambda call: None, cu_seqlens_k=lambda cal
 
 
 def _last_segment(call: Call) -> list[Mutant]:
-    """lse of the sequence is 0 with the rest, or comes from somewhere else and is right."""
+    """Everything of the last sequence is 0; its lse is 0 too, or right because something else computes it."""
     last = call.segments()[-1]
 
     def finish(outputs: Outputs, _: Call) -> Outputs:

@@ -39,7 +39,7 @@ class Asked:
 
     @property
     def device(self) -> Tensor:
-        """Answers are moved there before they are joined; what is a tensor by then has compared two others."""
+        """Masks move every answer there before they join them; an answer that is a tensor by then compares two others."""
         return torch.zeros(()).as_subclass(Home)
 
     def to(self, _: Any) -> Asked:

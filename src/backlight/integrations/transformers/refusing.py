@@ -11,7 +11,7 @@ NAME = "attn_implementation='backlight'"
 
 
 def require(value: bool | Tensor, wanted: bool, message: str) -> None:
-    """Raises unless value is `wanted`; in a graph when it runs, since it has no values before."""
+    """Raises unless `value` is `wanted`: at once, or in a graph, which has no values before it runs, when it runs."""
     if isinstance(value, Tensor) and torch.compiler.is_compiling():
         assert_in_graph(value if wanted else ~value, message)
     elif bool(value) != wanted:
