@@ -16,7 +16,7 @@ from backlight.spec import TERMS, Input
 
 
 def check(call: Call) -> Call:
-    """Returns the call if all is right that can be told without arithmetic. q, k and v are tensors of the right rank already."""
+    """Returns the call if all is right that needs no arithmetic to tell. q, k and v are tensors of the right rank already."""
     _check_tensors(call)
     _check_shapes(call)
     _check_terms(call)
