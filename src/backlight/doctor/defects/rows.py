@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backlight.call import Call
-from backlight.doctor.defects.defect import CAUSAL, CAUSAL_FULL, Defect, always, both, capped, has
+from backlight.doctor.defects.defect import CAUSAL, CAUSAL_FULL, Defect, Variants, always, both, capped, has
 from backlight.doctor.defects.mutants import Mutant, Outputs, flash_delta, in_both_halves, other_spec
 from backlight.spec import LN2, LOG2E
 
@@ -34,6 +34,15 @@ def changed_delta(change: Callable[[Tensor], Tensor], detail: str = "") -> Mutan
         return change(flash_delta(dy, y, do, u, tau, dlse))
 
     return Mutant(backward={"delta": delta}, detail=detail)
+
+
+def in_16_bits(changed: Callable[[Callable[[Tensor], Tensor], str], Mutant]) -> Variants:
+    """What `changed` changes, rounded to each of the two formats."""
+
+    def rounding(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        return lambda x: x.to(dtype).to(x.dtype)
+
+    return always(changed(rounding(torch.bfloat16), "bf16"), changed(rounding(torch.float16), "fp16"))
 
 
 def shifted_delta(call: Call) -> list[Mutant]:
@@ -130,10 +139,7 @@ DEFECTS = [
         "p (bwd)",
         "I2 fails slightly; error grows with the size of lse",
         "Store lse in fp32: the comparison must turn healthy.",
-        variants=always(
-            saved_lse(lambda lse: lse.to(torch.bfloat16).to(lse.dtype), "bf16"),
-            saved_lse(lambda lse: lse.to(torch.float16).to(lse.dtype), "fp16"),
-        ),
+        variants=in_16_bits(saved_lse),
         demo=CAUSAL | {"recipe": "peaky"},
     ),
     _delta(
@@ -181,10 +187,7 @@ DEFECTS = [
         "delta",
         "no identity fails; the error of dq and dk is above the algorithm's own",
         "Store delta in fp32: rho_B of dq and dk must fall to about 1.",
-        variants=always(
-            changed_delta(lambda delta: delta.to(torch.bfloat16).to(delta.dtype), "bf16"),
-            changed_delta(lambda delta: delta.to(torch.float16).to(delta.dtype), "fp16"),
-        ),
+        variants=in_16_bits(changed_delta),
     ),
     _precision(
         "precision-accumulation",
