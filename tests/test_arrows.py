@@ -112,7 +112,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "demo": {"spec", "call", "reference", "doctor", "bench", "info", "nn", ""},
     "__main__": {"cli"},
-    "cli": {"demo", "doctor", "bench", "info", ""},
+    "cli": {"command_line", "demo", "doctor", "bench", "info", ""},
 }
 
 

@@ -308,7 +308,7 @@ def _binding(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, optio
 
 
 def _no_flag(name: str, value: Any) -> TypeError:
-    # numpy's own is called bool as well
+    # NumPy's bool is called bool too: the module tells them apart
     return TypeError(f"{name} must be a bool, got {type(value).__module__}.{type(value).__name__}")
 
 

@@ -33,7 +33,7 @@ _LIKE_Q = tuple(each.like_q for each in TENSORS)
 
 
 def tensors_given(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, options: dict[str, Any]) -> Tensors:
-    """The tensors of a call whose terms stand among its options, which are left without them."""
+    """The tensors of a call in order; its terms are taken out of the options."""
     if options.get("mask") is not None:
         options |= dict(zip(("rows", "pos"), mask_tensors(options["mask"]), strict=True))
     options.pop("mask", None)
@@ -71,7 +71,7 @@ def bind_batched(tensors: Tensors, options: dict[str, Any]) -> Call:
 
 
 def _batch_of_one(tensors: Tensors) -> Tensors:
-    """Packed [T, H, D] as the batched case B = 1, in place; borders of the keys are those of the rows where none came."""
+    """Packed tensors [T, H, D] as a batch of one, in the same order; keys that came without borders have those of the rows."""
     *_, cu_q, cu_k = tensors
     check_is_tensor("cu_seqlens_q", cu_q)
     given = [(each, x) for each, x in zip(TENSORS, tensors, strict=True) if each.name in SEQUENCE_OF]
@@ -85,7 +85,7 @@ def _batch_of_one(tensors: Tensors) -> Tensors:
 
 
 def batched_all(tensors: Iterable[Any]) -> Tensors:
-    """A call's tensors, those with rows or keys as [1, H, T, D] instead of packed [T, H, D], in place."""
+    """A call's tensors in the same order; those with rows or keys are [1, H, T, D] now, not packed [T, H, D]."""
     return tuple([batched(x) if cut else x for x, cut in zip(tensors, _BY_SEQUENCE, strict=True)])
 
 
@@ -175,7 +175,7 @@ def bind_like_before(tensors: Tensors, options: dict[str, Any], packed: bool, ba
 def _kind_of(tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """All that checks look at, hashable: calls of one kind are all right or all wrong. None where something has no layout.
 
-    options: the rest, in any order that is always the same.
+    options: everything else that checks look at, always in the same order.
     """
     q, k, v, *_, cu_q, cu_k = tensors
     if q is None:
@@ -211,7 +211,7 @@ def _recall(kind: tuple[Any, ...] | None, tensors: Tensors) -> Call | None:
 
 
 def _remember(kind: tuple[Any, ...] | None, tensors: Tensors, call: Call) -> None:
-    """Calls of this kind are right, and bound like this one; not where tensors were cast or copied."""
+    """Remember that calls of this kind are right and how they are bound, unless tensors were cast or copied."""
     cu_q, cu_k = tensors[FIRST_BORDER:]
     cast = any(like_q and x is not None and x.dtype != call.q.dtype for x, like_q in zip(tensors, _LIKE_Q, strict=True))
     copied = cu_q is not call.cu_seqlens_q or (cu_k is not None and cu_k is not call.cu_seqlens_k)

@@ -118,8 +118,8 @@ class Call:
         return ("dq", "dk", "dv", *(f"d{term}" for term in self.spec.terms if term in LEARNED))
 
     def check_borders(self) -> None:
-        """Raises where cu_seqlens are not borders of these rows and keys; where reading them waits for a device, once for each
-        version of them. For kernels that read borders themselves and stay within the tensors whatever they are."""
+        """Raises unless cu_seqlens are borders of these rows and keys. Where reading them waits for a device, that happens
+        once for each version. For kernels that read borders themselves and stay within the tensors whatever they are."""
         cu_q, cu_k, sq, sk = self.cu_seqlens_q, self.cu_seqlens_k, self.q.shape[2], self.k.shape[2]
         if cu_q is None or cu_k is None or self._segments is not None:
             return

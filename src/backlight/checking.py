@@ -16,7 +16,7 @@ from backlight.spec import TERMS, Input
 
 
 def check(call: Call) -> Call:
-    """The call itself, whose q, k, v are tensors of the right rank, once all else that has no arithmetic in it is right."""
+    """Returns the call if all is right that needs no arithmetic to tell. q, k and v are tensors of the right rank already."""
     _check_tensors(call)
     _check_shapes(call)
     _check_terms(call)

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
 
 from backlight import __version__
+from backlight.command_line import Interruptible
 from backlight.demo import parts
-
-INTERRUPTED = 130
-
-
-class Interruptible(TyperGroup):
-    """Ctrl-C leaves with 130; click would leave with 1, which is a verdict for most of our commands."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            _console().print("interrupted", style="yellow")
-            raise typer.Exit(INTERRUPTED) from None
-
 
 app = typer.Typer(
     cls=Interruptible,

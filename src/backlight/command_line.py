@@ -1,4 +1,4 @@
-"""What the commands share: a dataclass as the options of a command, and words as values.
+"""What the commands share: how they are interrupted, a dataclass as the options of a command, and words as values.
 
 A word that means nothing gets a sentence that names the option.
 """
@@ -14,10 +14,26 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 import typer
+from rich.console import Console
+from typer.core import TyperGroup
 
 Options = TypeVar("Options")
 
 LARGEST = 2**31 - 1
+INTERRUPTED = 130
+
+
+class Interruptible(TyperGroup):
+    """Ctrl-C leaves with 130; click would leave with 1, which is a verdict for most of our commands."""
+
+    to_stderr = False
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            Console(highlight=False, stderr=self.to_stderr).print("interrupted", style="yellow")
+            raise typer.Exit(INTERRUPTED) from None
 
 
 def with_options_of(

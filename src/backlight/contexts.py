@@ -32,7 +32,7 @@ class Context(Protocol):
         ...
 
 
-# thread -> its blocks, the innermost last; threads without a block have no entry, so that nothing is looked up without one
+# thread -> its blocks, the innermost last; a thread without a block has no entry, so an empty dict answers at once
 blocks: dict[int, list[Context]] = {}
 _lock = threading.Lock()
 
@@ -43,7 +43,7 @@ def entered(context: Context) -> Iterator[None]:
     global _look_up
     thread = threading.get_ident()
     if _look_up is _of_this_thread:
-        # a compiler must ask at every call; made here because saying so imports all of torch's compiler
+        # compiled code must look it up at every call; done here because `disable` imports all of torch's compiler
         _look_up = torch.compiler.disable(_of_this_thread)
     with _lock:
         blocks.setdefault(thread, []).append(context)
@@ -85,5 +85,5 @@ _look_up: Callable[[], Context | None] = _of_this_thread
 
 
 def _in_a_thread_of_autograd() -> bool:
-    """Threads of the engine were not started by Python, which knows them by a stand-in."""
+    """Python did not start the threads of the engine, so `threading` has a dummy for each."""
     return isinstance(threading.current_thread(), threading._DummyThread) and current_graph_task() != -1

@@ -39,7 +39,7 @@ class _Once(torch.autograd.Function):
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward of an autograd function whose results may be differentiated by nobody.
+    """A backward of an autograd function whose results raise when they are differentiated.
 
     torch's `once_differentiable` sees the incoming gradients alone: where those need no gradient, it passes results off as
     constants, although they depend on what was saved.

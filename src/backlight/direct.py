@@ -38,7 +38,7 @@ class _Direct(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         y, lse, u = running.forward(call, backend, True)
         if _is_packed(tensors):
-            # results, not views of something: in-place changes are seen
+            # autograd must not take results for views: it would miss changes in place
             y, lse = _packed(y).detach(), lse[0].detach()
         ctx.save_for_backward(*tensors, *counting_tensors(call), y, lse, u)
         ctx.options = call.spec, call.deterministic, backend, call.shared
@@ -84,7 +84,7 @@ def _is_packed(tensors: Sequence[Any]) -> bool:
 
 
 def _packed(x: Tensor) -> Tensor:
-    """[1, H, T, D] as [T, H, D], in place."""
+    """[1, H, T, D] as [T, H, D]."""
     return x[0].transpose(0, 1)
 
 

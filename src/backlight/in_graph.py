@@ -9,7 +9,7 @@ import torch
 
 from backlight import functional
 
-# one node of a compiler's graph, which is followed below it
+# one node of a compiler's graph; what is inside is traced later, below the transforms
 attention = torch.compiler.allow_in_graph(functional.attention)
-# for transforms around a compiled function, of which compilers see single frames
+# for transforms around compiled code: a compiler that sees only a frame of it must leave this call alone
 attention_outside = torch.compiler.disable(functional.attention)

@@ -129,9 +129,9 @@ torch.library.register_autograd("backlight::attention_backward", refuse_second, 
 def transformed() -> bool:
     """Whether torch.func or forward mode is at work, or may be: operators are followed through one level of it alone.
 
-    Without a look at `is_compiling`: where a graph breaks, compilers take this function by itself, and say yes in it.
+    Does not ask `is_compiling`: where a graph breaks, compilers compile this function by itself, and it would say yes.
     """
-    # what traces holds operators
+    # a tracer records operators
     return bool(transforms_active() or forward_mode._current_level >= 0) and not tracing()
 
 
@@ -147,7 +147,7 @@ def attention(call: Call, backend: str | None) -> tuple[Tensor, Tensor]:
 
         y, lse, _ = (in_graph.attention if compiling else in_graph.attention_outside)(*args)
     elif compiling and forward_mode._current_level >= 0:
-        # a tangent is not followed through a graph; where there may be breaks in it, there may also be no tangent
+        # no tangent is followed through a graph, so a call inside `dual_level` may lose one
         raise NotImplementedError(NO_TANGENT)
     else:
         # u is needed by the backward alone

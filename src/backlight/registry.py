@@ -25,9 +25,10 @@ NAMED = {
 class Backend(Protocol):
     """What a backend folder exports as `BACKEND`.
 
-    Optional: `replay(call, tensors, choice)`, after a forward (tensors = (), choice = save_u) or a backward (tensors = y, lse,
-    u, dy, dlse, choice = needs): a function of `all_tensors(call)` and those tensors that does the same for every call of that
-    layout in which q, k, v are as many different tensors, and returns None when it cannot just now. None: there is none.
+    Optional: `replay(call, tensors, choice)`, asked after a forward (tensors = (), choice = save_u) or a backward (tensors = y,
+    lse, u, dy, dlse, choice = needs). It returns a function that does the same again, or None when there is no such function.
+    The function takes `all_tensors(call)` and those tensors, of any call of that layout in which as many of q, k and v are
+    different tensors; it returns None when it cannot run just now.
     """
 
     name: str

@@ -194,6 +194,12 @@ class AttentionSpec:
         asked = {"causal": self.causal, "window": window, "softcap": self.softcap is not None}
         return (*(name for name, is_asked in asked.items() if is_asked), *self.terms)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords of `attention` that make this spec, all but the terms, which are tensors."""
+        names = ("causal", "window", "scale", "softcap", "bias_origin")
+        return {name: getattr(self, name) for name in names}
+
     def resolve_scale(self, head_dim: int) -> float:
         return head_dim**-0.5 if self.scale is None else self.scale
 

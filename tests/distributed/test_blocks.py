@@ -34,7 +34,7 @@ def problems(draw: st.DrawFn) -> Shards:
     sides = draw(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=6))
     equal = draw(st.booleans())
     cu_q, cu_k = (tuple(itertools.accumulate((s[0 if equal else side] for s in sides), initial=0)) for side in (0, 1))
-    return Shards(spec, layout, world, cu_q[-1], cu_k[-1], cu_q, cu_k, n_bias)
+    return Shards(spec, layout, world, cu_q[-1], cu_k[-1], (cu_q, cu_k), n_bias)
 
 
 def columns(spec: AttentionSpec, segment: Segment, n_bias: int) -> Tensor:
@@ -46,9 +46,9 @@ def columns(spec: AttentionSpec, segment: Segment, n_bias: int) -> Tensor:
 
 
 def segments_of(block: Block) -> Iterator[Segment]:
-    if block.cu_q is None or block.cu_k is None:
+    if block.borders is None:
         return iter([Segment(0, 0, block.q1 - block.q0, 0, block.k1 - block.k0)])
-    return iter(packed_segments(block.cu_q, block.cu_k))
+    return iter(packed_segments(*block.borders))
 
 
 @settings(max_examples=300)
@@ -97,14 +97,14 @@ def test_a_window_asks_only_its_neighbours() -> None:
 
 def test_packed_sequences_on_other_ranks_are_not_asked_for() -> None:
     cu = (0, 16, 40, 64)
-    shards = Shards(AttentionSpec(causal=True), "contiguous", 4, 64, 64, cu, cu)
+    shards = Shards(AttentionSpec(causal=True), "contiguous", 4, 64, 64, (cu, cu))
     seen = {(r, s) for r, s in itertools.product(range(4), repeat=2) if shards.sees(r, s) and r != s}
     assert seen == {(2, 1), (3, 2)}
 
 
 def test_whole_sequences_of_a_rank_are_one_packed_call() -> None:
     cu = tuple(range(0, 65, 4))
-    shards = Shards(AttentionSpec(causal=True), "contiguous", 2, 64, 64, cu, cu)
+    shards = Shards(AttentionSpec(causal=True), "contiguous", 2, 64, 64, (cu, cu))
     (block,) = shards.blocks(0, 0)
-    assert block.cu_q == tuple(range(0, 33, 4))
+    assert block.borders == (tuple(range(0, 33, 4)),) * 2
     assert shards.blocks(0, 1) == ()

@@ -31,7 +31,7 @@ from small_models import (  # noqa: E402
 )
 
 from backlight.integrations.transformers import attention_forward, register  # noqa: E402
-from backlight.integrations.transformers.forward import by_distance  # noqa: E402
+from backlight.integrations.transformers.position_bias import by_distance  # noqa: E402
 
 # transformers looks into allocators of its own
 pytestmark = pytest.mark.clean_memory

@@ -41,7 +41,7 @@ def tiles(block_m: int, block_n: int) -> Iterator[None]:
 
 
 def random_ends(sq: int, sk: int, batch: int = 1, heads: int = 1, two: bool = False, pos: bool = False, seed: int = 0) -> Mask:
-    """Runs of keys with one interval each, so that tiles are whole and empty too; some keys that nobody sees, some that all see,
+    """Runs of keys with one interval each, so that tiles are whole and empty too; some keys that nobody sees, some that all do,
     some rows that see nothing."""
     generator = torch.Generator().manual_seed(seed)
     shape = (batch, heads, 1 + two, sk)

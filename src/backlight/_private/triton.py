@@ -46,7 +46,7 @@ NO_HOOKS = None if _ENTER is None or _EXIT is None else (_ENTER, _EXIT)
 
 
 def heard() -> bool:
-    """Whether somebody (a profiler) wants to hear of launches, which only Triton's own function tells."""
+    """Whether somebody (a profiler) wants to hear of launches: only Triton's own function announces them."""
     if NO_HOOKS is None:
         return True
     runtime = triton.knobs.runtime

@@ -19,9 +19,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from typer.core import TyperGroup
 
-from backlight.command_line import number, typed, whole, with_options_of, writable
+from backlight.command_line import INTERRUPTED, Interruptible, number, typed, whole, with_options_of, writable
 
 if TYPE_CHECKING:
     from backlight.bench.contender import Adapter
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from backlight.bench.suites import Suite
 
 DEFAULT = "run"
-SLOWER, BAD_ARGUMENTS, BAD_RECORD, NOT_COMPARABLE, INTERRUPTED = 1, 2, 3, 4, 130
+SLOWER, BAD_ARGUMENTS, BAD_RECORD, NOT_COMPARABLE = 1, 2, 3, 4
 MOST_ROUNDS, MOST_WORKERS = 1000, 256
 LOG_WIDTH = 200
 MOST_PROCESSES = 12
@@ -37,7 +36,7 @@ MOST_PROCESSES = 12
 LOGGED = ": drawing"
 
 
-class _RunByDefault(TyperGroup):
+class _RunByDefault(Interruptible):
     """`bench plain --quick` means `bench run plain --quick`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -51,10 +50,6 @@ class _RunByDefault(TyperGroup):
             return super().invoke(ctx)
         except BadRecord as error:
             raise _fail(error, BAD_RECORD) from None
-        except KeyboardInterrupt:
-            # click would leave with 1, our code for "slower"
-            _console().print("interrupted", style="yellow")
-            raise typer.Exit(INTERRUPTED) from None
 
 
 app = typer.Typer(

@@ -65,5 +65,5 @@ class History:
 
     @property
     def learned(self) -> bool:
-        """Held-out text is easier by the stated margin, and every head took part. NaN is not."""
+        """Held-out text is easier by the stated margin, and every head took part. NaN counts as not learned."""
         return self.gain >= MARGIN and not self.still_heads

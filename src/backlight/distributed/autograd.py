@@ -70,7 +70,7 @@ def backward(
     assert y is not None
     assert lse is not None
     if options.compared and agree_backward(strategy.communicator, options.number, dlse is not None) and dlse is None:
-        # another rank's rows have one, and all-to-all sends them to this one
+        # rows of another rank have a gradient for lse, and all-to-all sends them to this rank
         dlse = torch.zeros(dy.shape[:-1], dtype=lse.dtype, device=lse.device)
     found = strategy.backward(options.call(tuple(tensors)), y, lse, u, dy, dlse, needs)
     learned = [name for name in SHARED if name in needs]

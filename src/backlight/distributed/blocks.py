@@ -17,48 +17,46 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from backlight.distributed.layout import Range, lengths, pieces, positions_of
+from backlight.distributed.layout import Borders, Range, lengths, pieces, positions_of
 from backlight.spec import AttentionSpec, Segment, packed_segments
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows [q0, q1) of a rank's shard against keys [k0, k1) of another's; several packed segments when `cu_q` is given."""
+    """Rows [q0, q1) of a rank's shard against keys [k0, k1) of another's; several packed segments when it has `borders`."""
 
     q0: int
     q1: int
     k0: int
     k1: int
     spec: AttentionSpec
-    cu_q: tuple[int, ...] | None = None
-    cu_k: tuple[int, ...] | None = None
+    borders: Borders | None = None
 
     @property
     def pairs(self) -> int:
         """Visible (row, key) pairs of one head."""
-        if self.cu_q is None or self.cu_k is None:
+        if self.borders is None:
             return self.spec.visible_pairs(self.q1 - self.q0, self.k1 - self.k0)
-        return sum(self.spec.visible_pairs(z.sq, z.sk) for z in packed_segments(self.cu_q, self.cu_k))
+        return sum(self.spec.visible_pairs(z.sq, z.sk) for z in packed_segments(*self.borders))
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """One attention problem cut over `world` ranks. cu_q, cu_k: borders of packed sequences; n_bias: length of the table."""
+    """One attention problem cut over `world` ranks. borders: of packed sequences; n_bias: length of the table."""
 
     spec: AttentionSpec
     layout: str
     world: int
     sq: int
     sk: int
-    cu_q: tuple[int, ...] | None = None
-    cu_k: tuple[int, ...] | None = None
+    borders: Borders | None = None
     n_bias: int = 0
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        if self.cu_q is None or self.cu_k is None:
+        if self.borders is None:
             return (Segment(0, 0, self.sq, 0, self.sk),)
-        return packed_segments(self.cu_q, self.cu_k)
+        return packed_segments(*self.borders)
 
     def rows(self, rank: int) -> tuple[Range, ...]:
         return pieces(self.layout, self.sq, self.world)[rank]
@@ -98,7 +96,7 @@ def _counts(shards: Shards, rank: int, device: torch.device) -> Tensor:
 def _blocks(shards: Shards, rank: int, source: int) -> tuple[Block, ...]:
     single = [block for segment in shards.segments for block in _cut(shards, rank, source, segment)]
     if len(single) > 1:
-        return _packed(shards, single) if shards.cu_q is not None else _joined(shards, rank, source) or tuple(single)
+        return _packed(shards, single) if shards.borders is not None else _joined(shards, rank, source) or tuple(single)
     return tuple(single)
 
 
@@ -209,4 +207,4 @@ def _pack(group: list[Block]) -> Block:
             cu_k.append(block.k0 - first.k0)
         cu_q.append(block.q1 - first.q0)
         cu_k.append(block.k1 - first.k0)
-    return Block(first.q0, last.q1, first.k0, last.k1, first.spec, tuple(cu_q), tuple(cu_k))
+    return Block(first.q0, last.q1, first.k0, last.k1, first.spec, (tuple(cu_q), tuple(cu_k)))

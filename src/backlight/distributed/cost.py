@@ -103,7 +103,7 @@ def _step_seconds(shape: Shape, shards: Shards, machine: Machine, rank: int, sou
 
 def _all_to_all(shape: Shape, shards: Shards, machine: Machine, rank: int, backward: bool) -> Cost:
     world = shards.world
-    whole = Shards(shards.spec, "contiguous", 1, shards.sq, shards.sk, shards.cu_q, shards.cu_k, shards.n_bias)
+    whole = Shards(shards.spec, "contiguous", 1, shards.sq, shards.sk, shards.borders, shards.n_bias)
     compute = flops(shape, whole.pairs(0), backward) / world / (machine.backward if backward else machine.forward)
     sent = sent_by_all_to_all(shape, shards, rank, backward)
     # packing and unpacking read and write what is sent and what is kept

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from backlight.call import DTYPES, Call, read_cu_seqlens
 from backlight.distributed.communicator import Communicator
-from backlight.distributed.layout import LAYOUTS, lengths
+from backlight.distributed.layout import LAYOUTS, Borders, lengths
 from backlight.spec import LEARNED, TERM_NAMES
 
 STEP, BACKWARD, UNSHARD = "options check", "backward check", "unshard"
@@ -81,6 +81,11 @@ def _text(value: object) -> int:
     return zlib.crc32(repr(value).encode())
 
 
+def _border(call: Call, side: int) -> int:
+    found = borders(call)
+    return _text(None if found is None else found[side])
+
+
 def _gradients(call: Call, _: Settings) -> int:
     inputs = (getattr(call, name) for name in LEARNED)
     return sum((x is not None and x.requires_grad) << place for place, x in enumerate(inputs)) * torch.is_grad_enabled()
@@ -114,8 +119,8 @@ FIELDS = (
     Field(
         "the batch size of the mask's pos", lambda c, s: _optional(None if c.pos is None else c.pos.shape[0]), _optional_words
     ),
-    Field("cu_seqlens_q", lambda c, s: _text(borders(c)[0]), lambda n: f"values with checksum {n:08x}"),
-    Field("cu_seqlens_k", lambda c, s: _text(borders(c)[1]), lambda n: f"values with checksum {n:08x}"),
+    Field("cu_seqlens_q", lambda c, s: _border(c, 0), lambda n: f"values with checksum {n:08x}"),
+    Field("cu_seqlens_k", lambda c, s: _border(c, 1), lambda n: f"values with checksum {n:08x}"),
     Field("deterministic", lambda c, s: int(c.deterministic), lambda n: str(bool(n))),
     Field("the inputs that require gradients", _gradients, _gradients_words),
     Field("layout", lambda c, s: tuple(LAYOUTS).index(s.layout), lambda n: tuple(LAYOUTS)[n]),
@@ -125,10 +130,10 @@ FIELDS = (
 )
 
 
-def borders(call: Call) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+def borders(call: Call) -> Borders | None:
     """Values of cu_seqlens, which name the whole packed sequence, not this rank's shard."""
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
-        return None, None
+        return None
     cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
     return read_cu_seqlens("cu_seqlens_q", cu_q, None), read_cu_seqlens("cu_seqlens_k", cu_k, None)
 
@@ -185,7 +190,7 @@ def agree(communicator: Communicator, mine: tuple[int, ...], call: Call, layout:
     for place, field in enumerate(FIELDS):
         _check_equal(field.name, [row[1 + place] for row in rows], field.words)
     sq, sk = (tuple(row[place] for row in rows) for place in (-2, -1))
-    cu_q, cu_k = borders(call)
+    cu_q, cu_k = borders(call) or (None, None)
     check_lengths("q", sq, cu_q, layout)
     check_lengths("k", sk, cu_k, layout)
     return Agreement(sum(sq), sum(sk), tuple(map(tuple, rows)))

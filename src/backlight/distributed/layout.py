@@ -20,6 +20,8 @@ from torch import Tensor
 
 Range = tuple[int, int]
 Pieces = tuple[tuple[Range, ...], ...]
+# of packed sequences: cu_seqlens of the rows and of the keys
+Borders = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _chunks(length: int, count: int) -> list[Range]:

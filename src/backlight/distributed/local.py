@@ -66,7 +66,7 @@ def block_call(
         part = Part(part.lse[:, :, rows].contiguous(), part.n[..., rows])
     gated = gate and call.gate is not None
     spec = block.spec.replace(tau=elastic, sink=elastic and call.sink is not None, gate=gated)
-    packed = block.cu_q is not None and block.cu_k is not None
+    cu_q, cu_k = (None, None) if block.borders is None else (_on(call.q.device, values) for values in block.borders)
     return Call(
         spec,
         call.q[:, :, rows],
@@ -77,11 +77,11 @@ def block_call(
         call.tau if spec.tau else None,
         call.gate[:, :, rows] if gated and call.gate is not None else None,
         *mask,
-        _borders(block.cu_q, call.q.device) if packed else None,
-        _borders(block.cu_k, call.q.device) if packed else None,
+        cu_q,
+        cu_k,
         call.deterministic,
         part,
-        packed_segments(block.cu_q, block.cu_k) if packed else None,  # type: ignore[arg-type]
+        None if block.borders is None else packed_segments(*block.borders),
     )
 
 
@@ -110,5 +110,5 @@ def block_backward(
 
 
 @lru_cache(maxsize=512)
-def _borders(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
+def _on(device: torch.device, cu_seqlens: tuple[int, ...]) -> Tensor:
     return torch.tensor(cu_seqlens, dtype=torch.int32, device=device)

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 import backlight
 from backlight.arguments import check_flag, check_number, check_whole
 from backlight.binding import make_spec
 from backlight.mask import Mask
 from backlight.nn.cache import KVCache
-from backlight.nn.checks import check_cache, check_factory, check_input, check_positions, held_mask
+from backlight.nn.checks import check_cache, check_factory, check_input, check_known, check_positions, held_mask
 from backlight.nn.rotary import angles, packed_positions, rotate
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+class LayerOptions(TypedDict, total=False):
+    """Keywords of a layer that it hands on: the first four to the call, the others to its parameters."""
+
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    scale: float | None
+    softcap: float | None
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 class Attention(nn.Module):
@@ -30,13 +42,14 @@ class Attention(nn.Module):
         heads: query heads.
         kv_heads: key/value heads, a divisor of `heads`; None = `heads`.
         head_dim: None = dim / heads.
-        causal, window, scale, softcap: as in `backlight.attention`.
+        causal, window, scale, softcap: as in `backlight.attention`, but causal by default.
         rope: base of the rotary embedding (10000.0 is common), None = none. Columns turn in halves.
         qk_norm: RMSNorm on q and k before the rotation.
         sink: a learned logit per head in the denominator.
         gate: the output of the heads is multiplied by sigmoid(gate(x)).
         linear_bias: bias vectors in the projections.
         backend: as in `backlight.attention`.
+        device, dtype: of the parameters, as in `torch.nn.Linear`.
     """
 
     fp32_parameters: tuple[str, ...] = ("sink",)
@@ -48,18 +61,13 @@ class Attention(nn.Module):
         kv_heads: int | None = None,
         head_dim: int | None = None,
         *,
-        causal: bool = True,
-        window: tuple[int | None, int | None] | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
         rope: float | None = 10000.0,
         qk_norm: bool = False,
         sink: bool = False,
         gate: bool = False,
         linear_bias: bool = False,
         backend: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ):
         super().__init__()
         for name, count in (("dim", dim), ("heads", heads)):
@@ -68,7 +76,9 @@ class Attention(nn.Module):
             check_whole(name, part, least=1, optional=True)
         for name, flag in (("qk_norm", qk_norm), ("sink", sink), ("gate", gate), ("linear_bias", linear_bias)):
             check_flag(name, flag)
-        check_factory(backend, device, dtype)
+        check_known(options, LayerOptions.__annotations__)
+        factory: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
+        check_factory(backend, **factory)
         kv_heads = heads if kv_heads is None else kv_heads
         if heads % kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
@@ -80,16 +90,15 @@ class Attention(nn.Module):
         if rope is not None and head_dim % 2:
             raise ValueError(f"rope needs an even head_dim, got {head_dim}; rope=None leaves it out")
         self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
-        spec = make_spec(causal=causal, window=window, scale=scale, softcap=softcap)
-        self.spec = spec.replace(sink=sink, gate=gate)
+        asked: dict[str, Any] = {"causal": True} | {name: x for name, x in options.items() if name not in factory}
+        self.spec = make_spec(**asked).replace(sink=sink, gate=gate)
         self.rope, self.backend = rope, backend
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * head_dim, bias=linear_bias, **factory)
         self.out = nn.Linear(heads * head_dim, dim, bias=linear_bias, **factory)
         self.gate = nn.Linear(dim, heads * head_dim, bias=linear_bias, **factory) if gate else None
         self.q_norm = nn.RMSNorm(head_dim, **factory) if qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, **factory) if qk_norm else None
-        self.sink = self._term((heads,), device, dtype) if sink else None
+        self.sink = self._term((heads,), **factory) if sink else None
         self.reset_parameters()
 
     @staticmethod
@@ -174,15 +183,7 @@ class Attention(nn.Module):
 
     def options(self, x: Tensor | None = None) -> dict[str, Any]:
         """Keywords of the public call; the gate needs x."""
-        spec = self.spec
-        options: dict[str, Any] = {
-            "causal": spec.causal,
-            "window": spec.window,
-            "scale": spec.scale,
-            "softcap": spec.softcap,
-            "bias_origin": spec.bias_origin,
-            "backend": self.backend,
-        }
+        options = self.spec.options | {"backend": self.backend}
         if self.gate is not None and x is not None:
             gate = self.gate(x).unflatten(-1, (self.heads, self.head_dim))
             options["gate"] = gate.transpose(1, 2) if x.dim() == 3 else gate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,13 @@ class Layer(Protocol):
     dim: int
     qkv: nn.Linear
     spec: AttentionSpec
+
+
+def check_known(options: Iterable[str], known: Iterable[str]) -> None:
+    """No option of a layer is misspelt."""
+    unknown = sorted({*options} - {*known})
+    if unknown:
+        raise TypeError(f"a layer has no option {unknown[0]!r}; beside its own there are {', '.join(known)}")
 
 
 def check_factory(backend: Any, device: Any, dtype: Any) -> None:

@@ -26,10 +26,10 @@ class LazyAttention(Attention):
     weights sit on the kink of the relu, and the first row of a causal layer (one key, p = 1) is dead with zero gradient.
 
     Args:
+        dim, heads, sizes (kv_heads, head_dim): as in `Attention`, and so is everything that is not named here.
         distances: columns of the bias table.
         tau: its starting value for every head.
         two_sided: for layers that are not causal: the table also covers keys ahead, up to distances - 1 of them.
-        Everything else: as in `Attention`.
     """
 
     fp32_parameters = ("sink", "bias", "tau")
@@ -38,14 +38,10 @@ class LazyAttention(Attention):
         self,
         dim: int,
         heads: int,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        *,
+        *sizes: int | None,
         distances: int = 512,
         tau: float = -0.5,
         two_sided: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         **options: Any,
     ):
         check_whole("distances", distances, least=1)
@@ -54,11 +50,12 @@ class LazyAttention(Attention):
             raise ValueError(f"tau must be a number that fp32 holds, got {tau}")
         check_flag("two_sided", two_sided)
         self._initial_tau = float(tau)
-        super().__init__(dim, heads, kv_heads, head_dim, device=device, dtype=dtype, **options)
+        super().__init__(dim, heads, *sizes, **options)
         columns = 2 * distances - 1 if two_sided else distances
         self.spec = self.spec.replace(bias=True, bias_origin=columns - distances, tau=True)
-        self.bias = self._term((heads, columns), device, dtype)
-        self.tau = self._term((heads,), device, dtype)
+        factory = {name: options.get(name) for name in ("device", "dtype")}
+        self.bias = self._term((self.heads, columns), **factory)
+        self.tau = self._term((self.heads,), **factory)
         self._reset_terms()
 
     def reset_parameters(self) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from backlight.mask import Mask
 from backlight.problems import checks
 from backlight.problems.axes import Sizes, with_tensors
 from backlight.problems.draw import call_of, mask_terms, normal, parameter_dtype, repeated, settle, terms_to_draw
@@ -18,6 +20,54 @@ from backlight.spec import TERM_NAMES, AttentionSpec
 DEFAULT_SHAPE = (2, 4, 200, 64)
 DRAWN_MASK = "two runs"
 TAU_CYCLE = (-1.0, 0.5, -2.0, -0.5)
+
+
+class Settings(TypedDict, total=False):
+    """Keywords of `problem_of`: what the caller brings beside q, k and v, and how the rest is drawn (see `make`)."""
+
+    do: Tensor | None
+    bias: Tensor | int | None
+    sink: Tensor | None
+    tau: Tensor | float | None
+    gate: Tensor | None
+    mask: Mask | None
+    cu_seqlens: Tensor | tuple[Tensor, Tensor] | None
+    shape: tuple[int, int, int, int]
+    kv_heads: int | None
+    sk: int | None
+    dv: int | None
+    dtype: torch.dtype
+    recipe: str
+    seed: int
+    device: torch.device | str
+
+
+def problem_of(
+    spec: AttentionSpec,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    **settings: Unpack[Settings],
+) -> Problem:
+    """The caller's tensors, or tensors drawn as the settings say."""
+    drawn: dict[str, Any] = dict(settings)
+    unknown = drawn.keys() - {*Settings.__annotations__, *TERM_NAMES}
+    if unknown:
+        raise TypeError(f"no argument is called {min(unknown)!r}; there are {', '.join(Settings.__annotations__)}")
+    checks.check_spec(spec)
+    terms = {name: drawn.pop(name, None) for name in TERM_NAMES}
+    mask = drawn.pop("mask", None)
+    terms |= {} if mask is None else {"rows": mask.rows, "pos": mask.pos}
+    checks.check_terms(spec, terms)
+    tensors, cu_seqlens, seed = Given(q, k, v, drawn.pop("do", None)), drawn.pop("cu_seqlens", None), drawn.pop("seed", 0)
+    checks.check_seed(seed)
+    if tensors.any:
+        return given(spec, tensors, terms, cu_seqlens, seed)
+    problem = make(spec, seed=seed, cu_seqlens=cu_seqlens, **drawn, **terms)
+    if tensors.do is not None:
+        checks.check_like_output("do", tensors.do, problem.call.q, problem.call.v)
+        problem = problem.replace(dy=tensors.do.detach().to(problem.call.q))
+    return problem
 
 
 def make(

@@ -92,15 +92,8 @@ def attention(call: Call, kernel_options: dict[str, int] | None = None) -> Calla
     """The call as a function of its leaves and a block mask."""
     through = flex.attention_of(flex.Numbers.of(call.spec, call.q, call.k), kernel_options)
 
-    def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None = None,
-        sink: Tensor | None = None,
-        gate: Tensor | None = None,
-        block_mask: Any = None,
-    ) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, block_mask: Any = None, **terms: Tensor) -> Tensor:
+        bias, sink, gate = (terms.get(name) for name in ("bias", "sink", "gate"))
         if sink is None:
             return gated(through(q, k, v, bias, block_mask), gate)
         o, lse = through(q, k, v, bias, block_mask, lse=True)

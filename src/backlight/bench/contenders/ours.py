@@ -31,16 +31,8 @@ class Ours:
 
     def build(self, tensors: Tensors) -> Contender:
         call = tensors.call
-        spec = call.spec
-        options: dict[str, Any] = {
-            "causal": spec.causal,
-            "window": spec.window,
-            "scale": spec.scale,
-            "softcap": spec.softcap,
-            "bias_origin": spec.bias_origin,
-            "mask": None if call.rows is None else Mask(call.rows, call.pos),
-            "backend": self.backend,
-        }
+        mask = None if call.rows is None else Mask(call.rows, call.pos)
+        options: dict[str, Any] = call.spec.options | {"mask": mask, "backend": self.backend}
         leaves, dy = leaves_of(tensors), tensors.dy
         if call.varlen:
             leaves, dy = leaves_of(tensors, _packed), _packed(dy).contiguous()

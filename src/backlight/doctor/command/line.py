@@ -13,14 +13,12 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperGroup
 
-from backlight.command_line import typed, with_options_of
+from backlight.command_line import Interruptible, typed, with_options_of
 from backlight.doctor.command.options import Asked
 from backlight.doctor.command.perform import COULD_NOT_RUN, perform, wide_console
 from backlight.doctor.command.subjects import own_kernels
 
-INTERRUPTED = 130
 # typer carries its own copy of click in some versions, so the base class is reached through typer's public exception
 UsageError: Any = typer.BadParameter.__base__
 
@@ -29,8 +27,10 @@ EPILOG = """Examples: [bold]backlight doctor sdpa --causal[/] | [bold]my_kernel.
 3 could not run, 130 interrupted."""
 
 
-class DoctorGroup(TyperGroup):
+class DoctorGroup(Interruptible):
     """`doctor SUBJECT ...` is the examination; other words (`compare`) are commands of their own."""
+
+    to_stderr = True
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # options before the subject belong to the examination, help included
@@ -47,10 +47,6 @@ class DoctorGroup(TyperGroup):
             # click's own code for a usage error is our code for a loss of precision
             error.exit_code = COULD_NOT_RUN
             raise
-        except KeyboardInterrupt:
-            # click would leave with 1, our code for a defect
-            wide_console(stderr=True).print("interrupted", style="yellow")
-            raise typer.Exit(INTERRUPTED) from None
 
 
 app = typer.Typer(cls=DoctorGroup, add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)

@@ -18,7 +18,7 @@ from torch import Tensor
 from backlight.call import Call
 from backlight.doctor.defects.catalogue import get
 from backlight.doctor.defects.defect import Defect
-from backlight.doctor.defects.mutants import Mutant, run
+from backlight.doctor.defects.mutants import Mutant, in_both_halves, run
 from backlight.doctor.subject.subject import Subject
 from backlight.problems.problem import recast
 from backlight.spec import LEARNED, TENSORS, TERM_NAMES, AttentionSpec
@@ -259,7 +259,7 @@ class LowPrecisionScores(Kernel):
         def x(q: Tensor, k: Tensor, scale: float) -> Tensor:
             return (scale * (q @ k.mT)).to(torch.bfloat16).to(q.dtype)
 
-        super().__init__(lambda call: Mutant(forward={"x": x}, backward={"x": x}))
+        super().__init__(lambda call: in_both_halves(x=x))
 
 
 class Narrow(Kernel):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from backlight.call import Call
-from backlight.doctor.defects.defect import CAUSAL, Defect, always, causal, has, lengths_differ, windowed
+from backlight.doctor.defects.defect import CAUSAL, Defect, always, capped, causal, has, lengths_differ, windowed
 from backlight.doctor.defects.masks import without_causal
-from backlight.doctor.defects.mutants import Mutant, Outputs, other_spec, top_left, with_call
+from backlight.doctor.defects.mutants import Mutant, Outputs, in_both_halves, other_spec, top_left, with_call
 from backlight.doctor.defects.terms import no_bias
-from backlight.doctor.defects.windows import WINDOW, window_edges
+from backlight.doctor.defects.windows import WINDOW, window_edges, without_window
 
 
 def _scales(call: Call) -> list[Mutant]:
@@ -27,18 +29,15 @@ def _swap(a: str, b: str) -> Defect:
         return outputs | {f"d{a}": outputs[f"d{b}"], f"d{b}": outputs[f"d{a}"]} if f"d{a}" in outputs else outputs
 
     swapped = with_call(**{a: lambda call: getattr(call, b), b: lambda call: getattr(call, a)})
-    return Defect(
+    return _test_fault(
         f"call-swap-{a}{b}",
         f"{a} and {b} change places in the call",
         "arguments are passed by position in another order",
-        "test",
         "s",
         f"o is wrong; d{a} and d{b} change places",
-        "mutant of the call",
         "Pass q, k, v by keyword: the comparison must turn healthy.",
         needs=lambda call: getattr(call, a).shape == getattr(call, b).shape,
         variants=always(Mutant(sees=swapped, finish=finish)),
-        severity="test-fault",
         demo=CAUSAL,
     )
 
@@ -60,129 +59,104 @@ def _can_transpose(call: Call) -> bool:
     return plain and hq > 1 and sq != hq and sq % max(sk, 1) == 0 and hq * sq * call.q.shape[0] <= 1 << 13 and hkv > 0
 
 
+_test_fault = partial(Defect, family="test", confirm="mutant of the call", severity="test-fault")
+
 DEFECTS = [
-    Defect(
+    _test_fault(
         "call-causal-lost",
         "what runs computes causal=False: the flag never reached it",
         "an argument is passed by position, has another name, or is dropped by a wrapper",
-        "test",
         "s",
         "o differs from row 0 on; identities hold; a full matrix of weights",
-        "mutant of the call",
         "Call with is_causal (or causal) by keyword, or ask for causal=False: the comparison must turn healthy.",
         needs=causal,
         variants=lambda call: [Mutant(sees=without_causal(call))],
-        severity="test-fault",
         demo=CAUSAL,
     ),
-    Defect(
+    _test_fault(
         "call-window-lost",
         "what runs computes full attention without the window: the window never reached it",
         "an argument is passed by position, has another name, or is dropped by a wrapper",
-        "test",
         "s",
         "o differs only in rows beyond the window; identities hold",
-        "mutant of the call",
         "Ask for no window: the comparison must turn healthy.",
         needs=windowed,
-        variants=lambda call: [Mutant(sees=other_spec(window=(None, call.spec.window[1])))],
-        severity="test-fault",
+        variants=lambda call: [Mutant(sees=without_window(call))],
         demo=WINDOW,
     ),
-    Defect(
+    _test_fault(
         "call-window-convention",
         "the window is {detail}, in forward and backward alike: another convention for its edge",
         "one side counts the keys of the window, the other the reach beyond the row's own key",
-        "test",
         "s",
         "o differs on one diagonal; identities hold",
-        "mutant of the call",
         "Ask for a window one longer (or shorter): the comparison must turn healthy.",
         needs=lambda call: call.spec.window != (None, None),
         variants=window_edges((1, -1), "both"),
-        severity="test-fault",
         demo=WINDOW,
     ),
-    Defect(
+    _test_fault(
         "call-alignment",
         "the mask is aligned to the first key instead of the last: the other convention for Sq != Sk",
         "causal masks of cross attention and decoding have two conventions, top-left and bottom-right",
-        "test",
         "s",
         "o differs only when Sq and Sk differ; identities hold",
-        "mutant of the call",
         "Run with Sq = Sk: the comparison must turn healthy.",
         needs=lengths_differ,
-        variants=lambda call: [Mutant(forward={"s": top_left(call.spec)}, backward={"s": top_left(call.spec)})],
-        severity="test-fault",
+        variants=lambda call: [in_both_halves(s=top_left(call.spec))],
         demo=CAUSAL | {"sk": 180},
     ),
-    Defect(
+    _test_fault(
         "call-scale",
         "what runs uses the softmax scale {detail}",
         "the scale has another default, or is applied outside as well",
-        "test",
         "s",
         "o is wrong everywhere; identities hold",
-        "mutant of the call",
         "Ask for that scale: the comparison must turn healthy.",
         variants=_scales,
-        severity="test-fault",
     ),
     _swap("q", "k"),
     _swap("k", "v"),
-    Defect(
+    _test_fault(
         "call-layout",
         "heads and positions change places: what runs reads [B, S, H, D] where [B, H, S, D] was promised",
         "the layout differs; shapes fit, so nothing complains",
-        "test",
         "s",
         "o is wrong everywhere; identities hold within the other reading",
-        "mutant of the call",
         "Declare the other layout: the comparison must turn healthy.",
         needs=_can_transpose,
         variants=_transposed,
-        severity="test-fault",
     ),
-    Defect(
+    _test_fault(
         "call-grad-of-sum",
         "the gradients are those of out.sum(): the incoming dO was not used",
         "backward() was called on a sum, or the kernel assumes a dO of ones",
-        "test",
         "dp",
         "o is right; gradients equal those for dO = 1",
-        "mutant of the call",
         "Double dO: the gradients must double, and do not.",
         variants=always(Mutant(gradient=lambda dy, call: torch.ones_like(dy))),
-        severity="test-fault",
         demo=CAUSAL,
     ),
-    Defect(
+    _test_fault(
         "call-bias-lost",
         "what runs computes no bias: the table never reached it",
         "an argument has another name, or is dropped by a wrapper",
-        "test",
         "s",
         "o is wrong; identities hold",
-        "mutant of the call",
         "Set the bias to 0: the comparison must turn healthy.",
         needs=has("bias"),
         variants=always(Mutant(sees=no_bias)),
-        severity="test-fault",
         demo={"spec": {"causal": True, "bias": True}},
     ),
-    Defect(
+    _test_fault(
         "call-softcap-lost",
         "what runs computes no soft-cap: the option never reached it",
         "an argument has another name, or is dropped by a wrapper",
-        "test",
         "s",
         "o is wrong where scores are large; identities hold",
-        "mutant of the call",
         "Raise the cap to 1e4: the comparison must turn healthy.",
-        needs=lambda call: call.spec.softcap is not None,
+        needs=capped,
         variants=always(Mutant(sees=other_spec(softcap=None))),
-        severity="test-fault",
         demo={"spec": {"causal": True, "softcap": 2.0}},
     ),
 ]

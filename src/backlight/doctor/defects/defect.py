@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from backlight import intervals
@@ -13,6 +13,7 @@ from backlight.doctor.defects.mutants import Mutant
 Variants = Callable[[Call], Iterable[Mutant]]
 # what most demos ask for
 CAUSAL = {"spec": {"causal": True}}
+CAUSAL_FULL = CAUSAL | {"level": "full"}
 
 
 def _always(call: Call) -> bool:
@@ -21,15 +22,17 @@ def _always(call: Call) -> bool:
 
 @dataclass(frozen=True)
 class Defect:
-    """A way to be wrong.
+    """A way to be wrong. What a group of entries has in common stands once, in a `partial` above them.
 
     id:         stable name, used by reports, demos and tests.
     title:      the sentence shown; `{detail}` is filled from the variant that fits.
     does:       what the code does wrong, for the docs.
+    stage:      the first quantity that is wrong; "p (bwd)" when only the backward's weights are.
+    signal:     what shows first.
+    next_check: one experiment that would prove the name false.
     family:     scale, transposition, masks, windows, alignment, tails, varlen, gqa, heads, accumulation, memory, lse, delta,
                 terms, precision, softcap, test.
-    stage:      the first quantity that is wrong; "p (bwd)" when only the backward's weights are.
-    signal:     what shows first. confirm: what settles it. next_check: one experiment that would prove the name false.
+    confirm:    what settles it.
     needs:      whether a call can show the defect at all.
     variants:   mutants to try on a call; None when only probes can show it, and then `broken` names the maker.
     fitted:     mutants from the gains that were measured, for families with a free constant; `variants` is then the demo.
@@ -39,11 +42,12 @@ class Defect:
     id: str
     title: str
     does: str
-    family: str
     stage: str
     signal: str
-    confirm: str
     next_check: str
+    _: KW_ONLY
+    family: str
+    confirm: str = "mutant"
     needs: Callable[[Call], bool] = _always
     variants: Variants | None = None
     fitted: Callable[[Mapping[str, float], Call], Iterable[Mutant]] | None = None
@@ -100,6 +104,10 @@ def lengths_differ(call: Call) -> bool:
 
 def several_heads(call: Call) -> bool:
     return call.q.shape[1] > 1
+
+
+def several_kv_heads(call: Call) -> bool:
+    return call.k.shape[1] > 1
 
 
 def several_batches(call: Call) -> bool:

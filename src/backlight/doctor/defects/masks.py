@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from backlight.call import Call
-from backlight.doctor.defects.defect import CAUSAL, Defect, always, causal, empty_rows
-from backlight.doctor.defects.mutants import Mutant, other_spec
+from backlight.doctor.defects.defect import CAUSAL, Defect, always, causal, empty_rows, masked
+from backlight.doctor.defects.mutants import Mutant, in_both_halves, other_spec
 from backlight.reference import STAGES
 
 NO_KEYS = CAUSAL | {"sk": 100}
@@ -62,141 +63,106 @@ def _unguarded(s, lse):
     return torch.exp(s - lse[:, None])
 
 
+_causal = partial(Defect, family="masks", needs=causal, demo=CAUSAL)
+_empty_rows = partial(
+    Defect, family="masks", confirm="spec law: o = 0, lse = -inf, gradients 0 there", needs=empty_rows, demo=NO_KEYS
+)
+
 DEFECTS = [
-    Defect(
+    _causal(
         "mask-causal-backward",
         "the backward ignores the causal mask: gradients flow through keys the forward could not see",
         "the mask is applied in the forward only",
-        "masks",
         "p (bwd)",
         "I2 and I3 fail, I1 holds; weights above the diagonal in the backward",
-        "mutant; tomography of the backward's weights",
         "Change the last key: dq of the first rows, which cannot see it, must change too.",
-        needs=causal,
+        confirm="mutant; tomography of the backward's weights",
         variants=lambda call: [Mutant(sees_backward=without_causal(call))],
-        demo=CAUSAL,
     ),
-    Defect(
+    _causal(
         "mask-strict-backward",
         "the backward's causal mask excludes the diagonal: each row loses its own key",
         "the comparison is i > j where it must be i >= j",
-        "masks",
         "p (bwd)",
         "I2 and I3 fail; holes at i - j = 0 in the backward's weights",
-        "mutant",
         "Turn > into >= in the backward's mask: the comparison must turn healthy.",
-        needs=causal,
         variants=lambda call: [Mutant(backward={"s": _strict(call)})],
-        demo=CAUSAL,
     ),
-    Defect(
+    _causal(
         "mask-strict",
         "the causal mask excludes the diagonal in forward and backward: each row loses its own key",
         "the comparison is i > j where it must be i >= j",
-        "masks",
         "s",
         "o is wrong from row 0 on; identities hold",
-        "mutant",
         "Row 0 must equal v[0]: it sees exactly one key.",
-        needs=causal,
-        variants=lambda call: [Mutant(forward={"s": _strict(call)}, backward={"s": _strict(call)})],
-        demo=CAUSAL,
+        variants=lambda call: [in_both_halves(s=_strict(call))],
     ),
-    Defect(
+    _causal(
         "mask-future",
         "the causal mask lets each row see one key of the future",
         "the comparison is off by one in forward and backward",
-        "masks",
         "s",
         "o is wrong from row 0 on; identities hold; leak at i - j = -1",
-        "mutant",
         "Row 0 must equal v[0]: it sees exactly one key.",
-        needs=causal,
         variants=lambda call: [Mutant(sees=one_future(call))],
-        demo=CAUSAL,
     ),
-    Defect(
+    _causal(
         "mask-future-backward",
         "the backward's causal mask lets each row see one key of the future",
         "the comparison is off by one in the backward only",
-        "masks",
         "p (bwd)",
         "I2 and I3 fail; leak at i - j = -1",
-        "mutant",
         "Change the backward's comparison by one: the leak must disappear.",
-        needs=causal,
         variants=lambda call: [Mutant(sees_backward=one_future(call))],
-        demo=CAUSAL,
     ),
-    Defect(
+    _causal(
         "mask-after-softmax",
         "the mask is applied after the softmax: hidden keys still count in the denominator",
         "scores are normalised over all keys, then the weights of hidden keys are dropped",
-        "masks",
         "lse",
         "o is too small in early rows; I3 fails",
-        "mutant",
         "Sum the weights of row 0: the sum must be 1, and is not.",
-        needs=lambda call: call.spec.masked,
+        needs=masked,
         variants=always(Mutant(forward={"lse": _unmasked_lse})),
-        demo=CAUSAL,
     ),
-    Defect(
+    _empty_rows(
         "empty-rows-mean",
         "rows that see no key return the average of v instead of 0",
         "hidden scores are filled with a large negative number, and a row of nothing but fill becomes uniform",
-        "masks",
         "o",
         "errors only in rows without visible keys",
-        "spec law: o = 0, lse = -inf, gradients 0 there",
         "Add 1 to every v: the wrong rows must move by 1.",
-        needs=empty_rows,
         variants=always(
-            Mutant(forward={"s": _finite_fill}, backward={"s": _finite_fill, "m": _all_where_empty}),
+            in_both_halves({"m": _all_where_empty}, s=_finite_fill),
             Mutant(forward={"s": _finite_fill}, backward={"p": _ones_where_empty, "m": _all_where_empty}),
         ),
-        demo=NO_KEYS,
     ),
-    Defect(
+    _empty_rows(
         "empty-rows-all",
         "rows that see no key attend to every key, as if nothing were hidden from them",
         "a mask that hides a whole row is dropped for it, or taken for no mask at all",
-        "masks",
         "o",
         "errors only in rows without visible keys, where o is attention over all keys",
-        "spec law: o = 0, lse = -inf, gradients 0 there",
         "Run the same call without its mask: the wrong rows must not change.",
-        needs=empty_rows,
-        variants=always(
-            Mutant(forward={"s": _unmasked_where_empty}, backward={"s": _unmasked_where_empty, "m": _all_where_empty}),
-        ),
-        demo=NO_KEYS,
+        variants=always(in_both_halves({"m": _all_where_empty}, s=_unmasked_where_empty)),
     ),
-    Defect(
+    _empty_rows(
         "empty-rows-lse",
         "lse of rows that see no key is {detail}, not -inf: who merges partial results by lse has to know",
         "a convention; the maximum and the sum of an empty row are stored as they were initialised, or lse is clamped",
-        "masks",
         "lse",
         "lse is not -inf in rows without visible keys; everything else is right",
-        "spec law: o = 0, lse = -inf, gradients 0 there",
         "Give those rows one visible key: the comparison must turn healthy.",
-        needs=empty_rows,
         broken="empty_lse",
         severity="note",
-        demo=NO_KEYS,
     ),
-    Defect(
+    _empty_rows(
         "empty-rows-nan",
         "rows that see no key produce NaN",
         "-inf minus -inf is formed for a row whose maximum is -inf",
-        "masks",
         "p",
         "non-finite values that begin in rows without visible keys",
-        "spec law: o = 0, lse = -inf, gradients 0 there",
         "Give those rows one visible key: the NaN must go.",
-        needs=empty_rows,
-        variants=always(Mutant(forward={"p": _unguarded}, backward={"p": _unguarded})),
-        demo=NO_KEYS,
+        variants=always(in_both_halves(p=_unguarded)),
     ),
 ]

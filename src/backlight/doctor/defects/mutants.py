@@ -149,6 +149,11 @@ class Mutant:
         return bool(self.forward) or self.sees is not _same_call or self.kv_forward is not head_of_group
 
 
+def in_both_halves(backward: Stages | None = None, *, detail: str = "", **stages: Callable[..., Tensor]) -> Mutant:
+    """A mutant whose two halves have the same `stages` replaced, and the backward those of `backward` as well."""
+    return Mutant(forward=stages, backward=stages | dict(backward or {}), detail=detail)
+
+
 KEPT = ("y", "lse", *GRADIENTS)
 
 

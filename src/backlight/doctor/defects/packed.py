@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from backlight.call import Call
 from backlight.doctor.defects.defect import Defect, always, packed
-from backlight.doctor.defects.mutants import Mutant, Outputs, with_call, zeroed
+from backlight.doctor.defects.mutants import Mutant, Outputs, in_both_halves, with_call, zeroed
 from backlight.problems.axes import KEY_GRADIENTS, ROW_GRADIENTS
 from backlight.reference import STAGES
 
@@ -15,7 +17,7 @@ one_sequence = with_call(cu_seqlens_q=lambda call: None, cu_seqlens_k=lambda cal
 
 
 def _last_segment(call: Call) -> list[Mutant]:
-    """lse of the sequence is 0 with the rest, or comes from somewhere else and is right."""
+    """Everything of the last sequence is 0; its lse is 0 too, or right because something else computes it."""
     last = call.segments()[-1]
 
     def finish(outputs: Outputs, _: Call) -> Outputs:
@@ -35,57 +37,45 @@ def _short_segments(capped, bias, column, visible):
     return STAGES["s"].compute(capped, bias, column, visible & ~last)
 
 
+_packed = partial(Defect, family="varlen", needs=packed, demo=PACKED)
+
 DEFECTS = [
-    Defect(
+    _packed(
         "varlen-leak",
         "packed sequences see each other: the boundaries are ignored",
         "cu_seqlens is not applied in forward and backward",
-        "varlen",
         "s",
         "o is wrong from the second sequence on",
-        "mutant; large values in one sequence change the others",
         "Pack a single sequence: the comparison must turn healthy.",
-        needs=packed,
+        confirm="mutant; large values in one sequence change the others",
         variants=always(Mutant(sees=one_sequence)),
-        demo=PACKED,
     ),
-    Defect(
+    _packed(
         "varlen-leak-backward",
         "the backward ignores the boundaries between packed sequences",
         "cu_seqlens is applied in the forward only",
-        "varlen",
         "p (bwd)",
         "I2 and I3 fail per segment; o is fine",
-        "mutant; support crosses the boundary",
         "Pack a single sequence: the comparison must turn healthy.",
-        needs=packed,
+        confirm="mutant; support crosses the boundary",
         variants=always(Mutant(sees_backward=one_sequence)),
-        demo=PACKED,
     ),
-    Defect(
+    _packed(
         "varlen-last-segment",
         "the last packed sequence is not processed",
         "the loop over sequences ends one too early",
-        "varlen",
         "o",
         "o and gradients are 0 beyond the last but one boundary",
-        "mutant",
         "Append an empty sequence: the comparison must turn healthy.",
-        needs=packed,
         variants=_last_segment,
-        demo=PACKED,
     ),
-    Defect(
+    _packed(
         "varlen-short",
         "each packed sequence loses its last key",
         "the end of a segment is taken as its last valid index",
-        "varlen",
         "s",
         "o is wrong in the last row of each segment (causal) or everywhere",
-        "mutant",
         "Pad every sequence by one key: only the padding may be lost.",
-        needs=packed,
-        variants=always(Mutant(forward={"s": _short_segments}, backward={"s": _short_segments})),
-        demo=PACKED,
+        variants=always(in_both_halves(s=_short_segments)),
     ),
 ]

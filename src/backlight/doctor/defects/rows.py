@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from backlight.call import Call
-from backlight.doctor.defects.defect import CAUSAL, Defect, always, both, capped, has
-from backlight.doctor.defects.mutants import Mutant, Outputs, flash_delta, other_spec
+from backlight.doctor.defects.defect import CAUSAL, CAUSAL_FULL, Defect, Variants, always, both, capped, has
+from backlight.doctor.defects.mutants import Mutant, Outputs, flash_delta, in_both_halves, other_spec
 from backlight.spec import LN2, LOG2E
 
 
@@ -33,6 +34,15 @@ def changed_delta(change: Callable[[Tensor], Tensor], detail: str = "") -> Mutan
         return change(flash_delta(dy, y, do, u, tau, dlse))
 
     return Mutant(backward={"delta": delta}, detail=detail)
+
+
+def in_16_bits(changed: Callable[[Callable[[Tensor], Tensor], str], Mutant]) -> Variants:
+    """What `changed` changes, rounded to each of the two formats."""
+
+    def rounding(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        return lambda x: x.to(dtype).to(x.dtype)
+
+    return always(changed(rounding(torch.bfloat16), "bf16"), changed(rounding(torch.float16), "fp16"))
 
 
 def shifted_delta(call: Call) -> list[Mutant]:
@@ -77,240 +87,193 @@ def _cap_before_scale(q, k, scale, softcap):
 
 SOFTCAP = {"spec": {"causal": True, "softcap": 2.0}}
 
+
+def _dlse(name: str, title: str, does: str, next_check: str, delta: Callable[..., Tensor]) -> Defect:
+    """A delta that treats the gradient of lse wrongly."""
+    signal = "gradients are right for a loss on o and wrong for a loss on lse"
+    mutants = always(Mutant(backward={"delta": delta}))
+    return Defect(name, title, does, "delta", signal, next_check, family="lse", variants=mutants, demo=CAUSAL_FULL)
+
+
+_lse = partial(Defect, family="lse", demo=CAUSAL)
+_delta = partial(Defect, family="delta", demo=CAUSAL)
+_precision = partial(Defect, family="precision", severity="precision", demo=CAUSAL | {"dtype": torch.float32})
+_softcap = partial(Defect, family="softcap", needs=capped, demo=SOFTCAP)
+
 DEFECTS = [
-    Defect(
+    _lse(
         "lse-base",
         "the backward reads the saved lse in the wrong base ({detail})",
         "the forward stores a base-2 lse and the backward expects natural logarithms, or the reverse",
-        "lse",
         "p (bwd)",
         "I2 fails; ds and dv are scaled row by row; o is fine",
-        "mutant; rows with lse = 0 are right",
         "Multiply the saved lse by ln 2 (or log2 e): the comparison must turn healthy.",
+        confirm="mutant; rows with lse = 0 are right",
         variants=always(
             saved_lse(lambda lse: lse * LOG2E, "base 2 read as natural"),
             saved_lse(lambda lse: lse * LN2, "natural read as base 2"),
         ),
-        demo=CAUSAL,
     ),
-    Defect(
+    _lse(
         "lse-scaled",
         "the lse the backward reads is {detail}",
         "scores and lse carry the softmax scale differently",
-        "lse",
         "p (bwd)",
         "I2 fails; ds and dv are scaled row by row; o is fine",
-        "mutant",
         "Set scale = 1 and fold the factor into q: the comparison must turn healthy.",
         variants=lse_scales,
-        demo=CAUSAL,
     ),
-    Defect(
+    _lse(
         "lse-rowmax",
         "the backward normalises with the row maximum alone: the logarithm of the row sum is missing",
         "m is saved where m + log(l) is needed",
-        "lse",
         "p (bwd)",
         "I2 fails; dv is too large by the row sums",
-        "mutant",
         "Sum the backward's weights over a row: the sum must be 1, and is not.",
         variants=always(Mutant(backward={"p": _row_max})),
-        demo=CAUSAL,
     ),
-    Defect(
+    _lse(
         "lse-rounded",
         "the saved lse is rounded to 16 bits ({detail})",
         "lse is stored in the dtype of the inputs; an error of e in lse scales the weights of the row by exp(e)",
-        "lse",
         "p (bwd)",
         "I2 fails slightly; error grows with the size of lse",
-        "mutant",
         "Store lse in fp32: the comparison must turn healthy.",
-        variants=always(
-            saved_lse(lambda lse: lse.to(torch.bfloat16).to(lse.dtype), "bf16"),
-            saved_lse(lambda lse: lse.to(torch.float16).to(lse.dtype), "fp16"),
-        ),
+        variants=in_16_bits(saved_lse),
         demo=CAUSAL | {"recipe": "peaky"},
     ),
-    Defect(
+    _delta(
         "delta-missing",
         "delta, the row sum of dO * o, is missing: ds = p dp instead of p (dp - delta)",
         "the row sum of p dp is not subtracted",
         "delta",
-        "delta",
         "I3 only; dv is perfect; row sums of ds are about 1 instead of 0",
-        "mutant",
         "Sum ds over a row: the sum must be 0, and is delta.",
         variants=always(changed_delta(torch.zeros_like)),
-        demo=CAUSAL,
     ),
-    Defect(
+    _delta(
         "delta-negated",
         "delta, the row sum of dO * o, is added instead of subtracted: ds = p (dp + delta)",
         "the sign of delta is wrong",
         "delta",
-        "delta",
         "I3 only; dv is perfect",
-        "mutant",
         "Flip the sign of delta: the comparison must turn healthy.",
         variants=always(changed_delta(torch.neg)),
-        demo=CAUSAL,
     ),
-    Defect(
+    _delta(
         "delta-shifted",
         "delta, the row sum of dO * o, is taken from other rows ({detail})",
         "the row offset of delta is off, usually by a tile",
         "delta",
-        "delta",
         "I3 only; dv is perfect",
-        "mutant over row shifts",
         "Make all rows of dO and o equal: the comparison must turn healthy.",
+        confirm="mutant over row shifts",
         variants=shifted_delta,
-        demo=CAUSAL,
     ),
-    Defect(
+    _delta(
         "dp-split",
         "dp = dO vT sums only the {detail} half of the columns of v",
         "v is processed in two parts and one of them is left out of dp = do vT",
-        "delta",
         "dp",
         "I3 only; dv is perfect; gain of ds about one half",
-        "mutant",
         "Set the other half of v to zero: the comparison must turn healthy.",
         needs=lambda call: call.v.shape[-1] > 1,
         variants=split_dp,
-        demo=CAUSAL,
     ),
-    Defect(
+    _precision(
         "delta-rounded",
         "delta, the row sum of dO * o, is rounded to 16 bits ({detail})",
         "delta is stored in the dtype of the inputs although dp - delta cancels",
-        "precision",
         "delta",
         "no identity fails; the error of dq and dk is above the algorithm's own",
-        "mutant",
         "Store delta in fp32: rho_B of dq and dk must fall to about 1.",
-        severity="precision",
-        variants=always(
-            changed_delta(lambda delta: delta.to(torch.bfloat16).to(delta.dtype), "bf16"),
-            changed_delta(lambda delta: delta.to(torch.float16).to(delta.dtype), "fp16"),
-        ),
-        demo=CAUSAL | {"dtype": torch.float32},
+        variants=in_16_bits(changed_delta),
     ),
-    Defect(
+    _precision(
         "precision-accumulation",
         "dq is accumulated in 16 bits: errors grow with the number of key tiles",
         "the running sum of dq is rounded to the storage dtype after each tile",
-        "precision",
         "dq",
         "rho_A below 1, rho_B grows with S; inputs made for exact sums do not come out exact; no identity fails",
-        "exact-arithmetic probe",
         "Accumulate in fp32: the exact-arithmetic probe must pass.",
+        confirm="exact-arithmetic probe",
         broken="low_precision_accumulation",
-        severity="precision",
         demo={"shape": (1, 2, 320, 64), "level": "full"},
     ),
-    Defect(
+    _precision(
         "precision-narrow",
         "the arithmetic runs in {detail} although the inputs are fp32",
         "matmuls use TF32 or 16-bit operands; every result is right to that format's precision and no further",
-        "precision",
         "s",
         "every tensor is off by what the narrower format would give; gains and identities hold at that level",
-        "switch the format off",
         "Disable TF32 (torch.backends.cuda.matmul.allow_tf32 = False) or autocast: the comparison must turn healthy.",
+        confirm="switch the format off",
         broken="narrow",
-        severity="precision",
-        demo=CAUSAL | {"dtype": torch.float32},
     ),
-    Defect(
+    _precision(
         "precision-scores",
         "the scores are rounded to 16 bits before the softmax",
         "q kT is stored in the dtype of the inputs; the weights inherit an error of |s| eps",
-        "precision",
         "s",
         "rho_B above 1.25 on o and every gradient, worse with larger logits",
-        "compare recipes gaussian and peaky",
         "Keep the scores in fp32: rho_B of every tensor must fall to about 1.",
+        confirm="compare recipes gaussian and peaky",
         broken="low_precision_scores",
-        severity="precision",
         demo=CAUSAL | {"recipe": "peaky"},
     ),
-    Defect(
+    _dlse(
         "dlse-ignored",
         "the gradient that arrives through lse is ignored",
         "dlse is not subtracted from delta",
-        "lse",
-        "delta",
-        "gradients are right for a loss on o and wrong for a loss on lse",
-        "mutant",
         "Back-propagate lse.sum() alone: dq must not be 0.",
-        variants=always(Mutant(backward={"delta": _no_dlse})),
-        demo=CAUSAL | {"level": "full"},
+        _no_dlse,
     ),
-    Defect(
+    _dlse(
         "dlse-sign",
         "the gradient that arrives through lse enters with the wrong sign",
         "delta + dlse is formed instead of delta - dlse",
-        "lse",
-        "delta",
-        "gradients are right for a loss on o and wrong for a loss on lse",
-        "mutant",
         "Back-propagate lse.sum() alone: dq must point along the weighted mean of k.",
-        variants=always(Mutant(backward={"delta": _flipped_dlse})),
-        demo=CAUSAL | {"level": "full"},
+        _flipped_dlse,
     ),
-    Defect(
+    _softcap(
         "softcap-derivative",
         "the derivative of the soft-cap is missing in the backward",
         "ds is not multiplied by 1 - (s/c)^2",
-        "softcap",
         "ds",
         "dq and dk are too large where scores are large; dv is fine",
-        "mutant",
         "Raise the cap to 1e4: the comparison must turn healthy.",
-        needs=capped,
         variants=always(Mutant(backward={"dx": lambda ds: ds})),
-        demo=SOFTCAP,
     ),
-    Defect(
+    _softcap(
         "softcap-missing-backward",
         "the backward recomputes the scores without the soft-cap",
         "the cap is applied in the forward only",
-        "softcap",
         "p (bwd)",
         "I2 and I3 fail; o is fine",
-        "mutant",
         "Raise the cap to 1e4: the comparison must turn healthy.",
-        needs=capped,
         variants=always(Mutant(sees_backward=other_spec(softcap=None))),
-        demo=SOFTCAP,
     ),
-    Defect(
+    _softcap(
         "softcap-after-bias",
         "the soft-cap's derivative is taken at the score with the bias added",
         "1 - (s/c)^2 uses s after the bias instead of the capped score before it",
-        "softcap",
         "ds",
         "dq and dk are wrong, dv and dbias are fine",
-        "mutant",
         "Set the bias to 0: the comparison must turn healthy.",
         needs=both(capped, has("bias")),
         variants=always(Mutant(backward={"dx": _derivative_of_s})),
         demo={"spec": {"causal": True, "softcap": 2.0, "bias": True}},
     ),
-    Defect(
+    _softcap(
         "softcap-before-scale",
         "the soft-cap is applied before the softmax scale",
         "scale * c tanh(qk / c) is computed instead of c tanh(scale qk / c)",
-        "softcap",
         "s",
         "o is wrong everywhere",
-        "mutant of the forward's scores",
         "Set scale = 1: the comparison must turn healthy.",
+        confirm="mutant of the forward's scores",
         needs=lambda call: capped(call) and abs(call.scale - 1) > 1e-6,
         variants=lambda call: [_early_cap(call)],
-        demo=SOFTCAP,
     ),
 ]
 
@@ -322,4 +285,4 @@ def _early_cap(call: Call) -> Mutant:
     def dx(ds, capped, softcap):
         return ds * (1 - (capped / (scale * softcap)) ** 2)
 
-    return Mutant(forward={"capped": _cap_before_scale}, backward={"capped": _cap_before_scale, "dx": dx})
+    return in_both_halves({"dx": dx}, capped=_cap_before_scale)

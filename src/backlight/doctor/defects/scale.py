@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from torch import Tensor
 
@@ -44,15 +45,14 @@ def repetition(gains: Mapping[str, float], call: Call) -> Iterable[Mutant]:
 
 
 def _scale_entry(name: str, does: str, factor: float) -> Defect:
-    return Defect(
+    return _scale(
         f"scale-{name}",
         f"{name} is {{detail}}: one constant is wrong, everything else about it is right",
         does,
-        "scale",
         name,
         f"gain of {name} constant over heads, residual at noise; I1 shows the same constant when it is dq or dk",
-        "the constant matches the table; a mutant with that factor explains the data",
         GAIN_NEXT,
+        confirm="the constant matches the table; a mutant with that factor explains the data",
         variants=always(scaled((name,), factor)),
         fitted=one_constant(name),
     )
@@ -71,19 +71,21 @@ def other_scores(call: Call) -> list[Mutant]:
     return [Mutant(backward={"x": scores_factor(f)}, detail=words) for f, words in choices]
 
 
+_scale = partial(Defect, family="scale")
+_transposed = partial(Defect, family="transposition", needs=square)
+
 DEFECTS = [
     _scale_entry("dq", "the factor of dq = scale * ds k is missing, doubled or another constant", 8.0),
     _scale_entry("dk", "the factor of dk = scale * dsT q is missing, doubled or another constant", 1.01),
     _scale_entry("dv", "dv carries a factor it must not have", 0.125),
-    Defect(
+    _scale(
         "scale-ds",
         "dq and dk are both {detail}: ds is scaled as a whole",
         "the gradient of the scores carries a wrong constant, often ln 2 or log2 e from base-2 exponents",
-        "scale",
         "ds",
         "I1, I2 and I3 hold, gains of dq and dk agree and are not 1",
-        "a mutant with that factor on dq and dk explains the data",
         GAIN_NEXT,
+        confirm="a mutant with that factor on dq and dk explains the data",
         variants=always(scaled(("dq", "dk"), LN2)),
         fitted=one_constant("dq", "dk"),
     ),
@@ -91,81 +93,67 @@ DEFECTS = [
         "accumulate-repeated",
         "{detail}: the same product is added to the same address more than once",
         "several threads, or several passes of a loop, add the same contribution; one owner per (row, column) repairs it",
-        "accumulation",
         "dk",
         "gain is an integer, residual at noise",
-        "the factor follows the thread shape; if the adds are not atomic it moves from run to run",
         "Change the number of threads (or tiles) per block: the factor must follow.",
+        family="accumulation",
+        confirm="the factor follows the thread shape; if the adds are not atomic it moves from run to run",
         variants=always(scaled(("dk",), 16.0, "dk is 16 times what it should be")),
         fitted=repetition,
     ),
-    Defect(
+    _scale(
         "scale-scores-backward",
         "the backward recomputes the scores {detail}",
         "the forward's scores are right, those of the backward carry another factor, so its weights differ from the forward's",
-        "scale",
         "p (bwd)",
         "I2 and I3 fail, o is fine",
-        "a mutant with that factor on the backward's scores explains dq, dk and dv together",
         "Print one row of the recomputed scores in the backward and in the forward: their ratio must be this constant.",
+        confirm="a mutant with that factor on the backward's scores explains dq, dk and dv together",
         variants=other_scores,
     ),
-    Defect(
+    _transposed(
         "transpose-dk",
         "dk is computed with ds instead of its transpose",
         "dk = scale * ds q instead of scale * dsT q",
-        "transposition",
         "dk",
         "I1 fails with residual about 1.4, I3 fails, dq and dv are fine",
-        "mutant",
         "Run with Sq != Sk: the product must no longer fit, or the error must change shape.",
-        needs=square,
         variants=always(Mutant(backward={"dk": lambda dx, q, scale: scale * (dx @ q)})),
     ),
-    Defect(
+    _transposed(
         "transpose-dv",
         "dv is computed with the weights instead of their transpose",
         "dv = p do instead of pT do",
-        "transposition",
         "dv",
         "I2 fails, dq and dk are fine",
-        "mutant",
         "Run with Sq != Sk: the product must no longer fit, or the error must change shape.",
-        needs=square,
         variants=always(Mutant(backward={"dv": lambda a, do: a @ do})),
     ),
-    Defect(
+    _transposed(
         "transpose-dq",
         "dq is computed with the transpose of ds",
         "dq = scale * dsT k instead of scale * ds k",
-        "transposition",
         "dq",
         "I1 fails, dk and dv are fine",
-        "mutant",
         "Run with Sq != Sk: the product must no longer fit, or the error must change shape.",
-        needs=square,
         variants=always(Mutant(backward={"dq": lambda dx, k, scale: scale * (dx.mT @ k)})),
     ),
-    Defect(
+    _transposed(
         "swap-dk-dv",
         "dk and dv are returned in each other's place",
         "the outputs of the backward are swapped",
-        "transposition",
         "dk",
         "I1, I2 and I3 fail, gains about 0",
-        "mutant",
         "Swap the two returned tensors: the comparison must turn healthy.",
         needs=lambda call: call.k.shape == call.v.shape,
         variants=always(Mutant(finish=after(dk=lambda out, call: out["dv"], dv=lambda out, call: out["dk"]))),
     ),
-    Defect(
+    _transposed(
         "swap-dq-dk",
         "dq and dk are returned in each other's place",
         "the outputs of the backward are swapped",
-        "transposition",
         "dq",
         "I1 and I3 fail, dv is fine",
-        "mutant",
         "Swap the two returned tensors: the comparison must turn healthy.",
         needs=both(square, ungrouped),
         variants=always(Mutant(finish=after(dq=lambda out, call: out["dk"], dk=lambda out, call: out["dq"]))),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from backlight.call import Call
 from backlight.doctor.defects.defect import CAUSAL, Defect
-from backlight.doctor.defects.mutants import Mutant, Outputs, zeroed
+from backlight.doctor.defects.mutants import Mutant, Outputs, in_both_halves, zeroed
 from backlight.reference import STAGES
 
 TILES = (16, 32, 64, 128)
@@ -31,7 +32,7 @@ def _keys_beyond(start: int) -> Callable[..., Tensor]:
 
 def tail_keys(call: Call) -> list[Mutant]:
     stages = [(start, _keys_beyond(start)) for start in tails(call.k.shape[2])]
-    return [Mutant(forward={"s": s}, backward={"s": s}, detail=f"keys from {start} on") for start, s in stages]
+    return [in_both_halves(s=s, detail=f"keys from {start} on") for start, s in stages]
 
 
 def padded_keys(call: Call) -> list[Mutant]:
@@ -102,81 +103,74 @@ def lost_row_tile(call: Call) -> list[Mutant]:
     return found
 
 
+def unpacked(parts: Callable[[int], list], tensor: str) -> Callable[[Call], bool]:
+    """Calls that are not packed and have such parts among their rows ("q") or keys ("k")."""
+    return lambda call: not call.varlen and bool(parts(getattr(call, tensor).shape[2]))
+
+
+_forward = partial(Defect, family="tails")
+_backward = partial(_forward, demo=CAUSAL)
+_lost_tile = partial(_backward, confirm="mutant; the exact probe is off by whole tiles")
+
 DEFECTS = [
-    Defect(
+    _forward(
         "tail-keys",
         "{detail} are never read: the loop over keys stops at the last full tile",
         "the number of key tiles is rounded down",
-        "tails",
         "s",
         "o is wrong; dk and dv are 0 for the last keys",
-        "mutant",
         WHOLE_TILES,
-        needs=lambda call: not call.varlen and bool(tails(call.k.shape[2])),
+        needs=unpacked(tails, "k"),
         variants=tail_keys,
     ),
-    Defect(
+    _forward(
         "tail-padding",
         "{detail} count in the softmax: the last tile is not masked beyond the end of the keys",
         "keys beyond the end are loaded as zeros and their scores, 0, enter the denominator",
-        "tails",
         "lse",
         "o is too small everywhere; lse is too large",
-        "mutant",
         WHOLE_TILES,
         needs=lambda call: not call.varlen and call.spec.right is None and bool(call.k.shape[2] % 128),
         variants=padded_keys,
     ),
-    Defect(
+    _backward(
         "tail-rows-dq",
         "dq is zero for {detail}: the last, partial tile of rows is not processed",
         "the number of row tiles is rounded down in the dq kernel, or its store is masked too strictly",
-        "tails",
         "dq",
         "dq is 0 in the tail rows",
-        "mutant",
         WHOLE_TILES,
-        needs=lambda call: not call.varlen and bool(tails(call.q.shape[2])),
+        needs=unpacked(tails, "q"),
         variants=tail_rows,
-        demo=CAUSAL,
     ),
-    Defect(
+    _backward(
         "tail-keys-dkdv",
         "dk and dv are zero for {detail}: the last, partial tile of keys is not processed",
         "the number of key tiles is rounded down in the dk/dv kernel, or its store is masked too strictly",
-        "tails",
         "dk",
         "dk and dv are 0 for the tail keys",
-        "mutant",
         WHOLE_TILES,
-        needs=lambda call: not call.varlen and bool(tails(call.k.shape[2])),
+        needs=unpacked(tails, "k"),
         variants=tail_gradients,
-        demo=CAUSAL,
     ),
-    Defect(
+    _lost_tile(
         "tile-lost-dq",
         "dq misses the contribution of {detail}: one tile of the loop over keys is skipped",
         "a loop bound is off by one tile",
-        "tails",
         "dq",
         "I1 fails with residual, I3 holds, dk and dv are fine",
-        "mutant; the exact probe is off by whole tiles",
         "Change the tile size: the missing keys must move with it.",
-        needs=lambda call: not call.varlen and bool(spans(call.k.shape[2])),
+        needs=unpacked(spans, "k"),
         variants=lost_key_tile,
-        demo=CAUSAL,
     ),
-    Defect(
+    _lost_tile(
         "tile-lost-dk",
         "the contribution of {detail} is missing: one tile of the loop over rows is skipped",
         "a loop bound is off by one tile in the dk/dv kernel",
-        "tails",
         "dk",
         "I1 and I2 fail with residual, dq is fine",
-        "mutant; the exact probe is off by whole tiles",
         "Change the tile size: the missing rows must move with it.",
-        needs=lambda call: not call.varlen and bool(spans(call.q.shape[2])),
+        needs=unpacked(spans, "q"),
         variants=lost_row_tile,
-        demo=CAUSAL,
     ),
 ]

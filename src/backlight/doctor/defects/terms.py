@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from backlight.call import Call
-from backlight.doctor.defects.defect import Defect, always, both, has, masked, negative_tau, positive_tau, several_batches
-from backlight.doctor.defects.mutants import Mutant, Outputs, after, flash_delta, flash_dtau, with_call
+from backlight.doctor.defects.defect import (
+    Defect,
+    always,
+    both,
+    has,
+    masked,
+    negative_tau,
+    positive_tau,
+    several_batches,
+    several_heads,
+)
+from backlight.doctor.defects.mutants import Mutant, Outputs, after, flash_delta, flash_dtau, in_both_halves, with_call
 from backlight.doctor.defects.scale import one_constant, scaled
 from backlight.reference import STAGES
 
@@ -23,7 +35,7 @@ def read_bias(column_of: Callable[[Tensor, Tensor], Tensor], factor: float = 1.0
     def dbias(ds, bias, column):
         return factor * STAGES["dbias"].compute(ds, bias, column_of(column, bias))
 
-    return Mutant(forward={"s": s}, backward={"s": s, "dbias": dbias})
+    return in_both_halves({"dbias": dbias}, s=s)
 
 
 def _mirrored(call: Call) -> list[Mutant]:
@@ -32,8 +44,8 @@ def _mirrored(call: Call) -> list[Mutant]:
 
 def _origin(call: Call) -> list[Mutant]:
     return [
-        Mutant(**{**vars(read_bias(lambda column, bias: column + 1)), "detail": "one column too far right"}),
-        Mutant(**{**vars(read_bias(lambda column, bias: column - 1)), "detail": "one column too far left"}),
+        replace(read_bias(lambda column, bias: column + 1), detail="one column too far right"),
+        replace(read_bias(lambda column, bias: column - 1), detail="one column too far left"),
     ]
 
 
@@ -130,297 +142,223 @@ def _head_0_table(call: Call) -> Tensor:
 
 
 no_bias, head_0_table = with_call(bias=_zero_table), with_call(bias=_head_0_table)
-BIAS = {"spec": {"causal": True, "bias": True}}
-TAU = {"spec": {"causal": True, "tau": True}}
-SINK = {"spec": {"causal": True, "sink": True}}
-GATE = {"spec": {"causal": True, "gate": True}}
+
+
+def _term(name: str) -> partial[Defect]:
+    """Entries of one term: what a call needs to show them, and a demo that has it."""
+    return partial(Defect, family="terms", needs=has(name), demo={"spec": {"causal": True, name: True}})
+
+
+_bias, _tau, _sink, _gate = map(_term, ("bias", "tau", "sink", "gate"))
 
 DEFECTS = [
-    Defect(
+    _bias(
         "bias-missing-backward",
         "the backward recomputes the scores without the bias",
         "the bias is added in the forward only",
-        "terms",
         "p (bwd)",
         "I2 and I3 fail; o is fine",
-        "mutant",
         "Set the bias to 0: the comparison must turn healthy.",
-        needs=has("bias"),
         variants=always(Mutant(sees_backward=no_bias)),
-        demo=BIAS,
     ),
-    Defect(
+    _bias(
         "dbias-batch",
         "dbias holds the {detail} batch entry only: the sum over the batch is missing",
         "the table is shared by the batch, so its gradient is a sum over it",
-        "terms",
         "dbias",
         "dbias wrong, everything else right; right with one batch entry",
-        "mutant",
         "Run with B = 1: the comparison must turn healthy.",
         needs=both(has("bias"), several_batches),
         variants=_batches,
-        demo=BIAS,
     ),
-    Defect(
+    _bias(
         "dbias-edge",
         "the {detail} column of the bias table receives no gradient",
         "a bound check on the table's edge is off by one",
-        "terms",
         "dbias",
         "dbias wrong at one distance only",
-        "mutant; a longer table moves the distance",
         "Make the table one column longer: the missing column must move.",
-        needs=has("bias"),
+        confirm="mutant; a longer table moves the distance",
         variants=_edge,
-        demo=BIAS,
     ),
-    Defect(
+    _bias(
         "scale-dbias",
         "dbias is {detail}: one constant is wrong, everything else about it is right",
         "the softmax scale, or a base-2 factor, reached dbias; the bias is added after the scale",
-        "scale",
         "dbias",
         "gain of dbias constant over heads",
-        "the constant matches the table",
         "Multiply dbias by the inverse of the constant: the comparison must turn healthy.",
-        needs=has("bias"),
+        family="scale",
+        confirm="the constant matches the table",
         variants=always(scaled(("dbias",), 0.125)),
         fitted=one_constant("dbias"),
-        demo=BIAS,
     ),
-    Defect(
+    _bias(
         "bias-mirrored",
         "the bias is read at distance j - i instead of i - j",
         "the sign of the distance is flipped",
-        "terms",
         "s",
         "o is wrong; identities hold",
-        "mutant",
         "Use a table that is symmetric around distance 0: the comparison must turn healthy.",
-        needs=has("bias"),
         variants=_mirrored,
-        demo=BIAS,
     ),
-    Defect(
+    _bias(
         "bias-clamped",
         "distances beyond the table use its last entry instead of no bias",
         "the column is clamped where it must be left out",
-        "terms",
         "s",
         "o is wrong only in rows that reach beyond the table",
-        "mutant",
         "Use a table longer than the sequence: the comparison must turn healthy.",
-        needs=has("bias"),
         variants=always(read_bias(lambda column, bias: column.clamp(0, bias.numel() - 1))),
-        demo=BIAS,
     ),
-    Defect(
+    _bias(
         "bias-scaled",
         "the bias is multiplied by the softmax scale",
         "the bias is added before the scale is applied",
-        "terms",
         "s",
         "o is wrong; the effect of the bias is scale times too small",
-        "mutant",
         "Set scale = 1: the comparison must turn healthy.",
         needs=lambda call: call.bias is not None and abs(call.scale - 1) > 1e-6,
         variants=lambda call: [read_bias(lambda column, bias: column, call.scale)],
-        demo=BIAS,
     ),
-    Defect(
+    _bias(
         "bias-origin",
         "the bias table is read {detail}",
         "the column of distance 0 is off by one",
-        "terms",
         "s",
         "o is wrong; identities hold",
-        "mutant",
         "Shift the table by one column: the comparison must turn healthy.",
-        needs=has("bias"),
         variants=_origin,
-        demo=BIAS,
     ),
-    Defect(
+    _bias(
         "bias-head0",
         "every head reads the bias table of head 0",
         "the head offset of the table is missing",
-        "terms",
         "s",
         "head 0 is right, the others are not",
-        "mutant",
         "Make the table equal in all heads: the comparison must turn healthy.",
-        needs=lambda call: call.bias is not None and call.q.shape[1] > 1,
+        needs=both(has("bias"), several_heads),
         variants=always(Mutant(sees=head_0_table)),
-        demo=BIAS,
     ),
-    Defect(
+    _tau(
         "tau-delta",
         "elastic softmax: delta is taken as the row sum of do * o",
         "with tau that sum contains tau/n times the surviving values as well; delta = do.o - (tau/n) do.U",
-        "terms",
         "delta",
         "I3 only; dq off by 20 to 40 %; dv and dtau are fine",
-        "mutant",
         "Set tau = 0: the comparison must turn healthy.",
-        needs=has("tau"),
         variants=always(Mutant(backward={"delta": lambda dy, y: (dy * y).sum(dim=-1)})),
-        demo=TAU,
     ),
-    Defect(
+    _tau(
         "tau-skip-dead",
         "elastic softmax: keys of zero weight are left out of ds, where they carry -p delta",
         "tiles or keys with zero weight are skipped in the backward although they still compete in the normaliser",
-        "terms",
         "ds",
         "I3 only; dq off by 5 to 23 %",
-        "mutant",
         "Set tau >= 0: no key is dropped and the comparison must turn healthy.",
         needs=negative_tau,
         variants=always(Mutant(backward={"ds": lambda p, m, dp, delta: p * m * (dp - delta[:, None])})),
-        demo=TAU,
     ),
-    Defect(
+    _tau(
         "tau-unmasked",
         "elastic softmax: positive tau gives weight to hidden keys",
         "relu(p + tau/n) is not masked again; p = 0 there but tau/n is not",
-        "terms",
         "p",
         "o is wrong from row 0 on for heads with positive tau; forward support above the diagonal",
-        "mutant",
         "Make every tau negative: the comparison must turn healthy.",
         needs=both(positive_tau, masked),
-        variants=always(Mutant(forward={"a": _unmasked}, backward={"a": _unmasked})),
-        demo=TAU,
+        variants=always(in_both_halves(a=_unmasked)),
     ),
-    Defect(
+    _tau(
         "tau-count",
         "elastic softmax: tau is divided by {detail} instead of the number of visible keys",
         "n is off by one, or counts hidden keys",
-        "terms",
         "p",
         "o is wrong, most in early rows",
-        "mutant",
         "Compare row by row: the error must shrink like 1/n.",
-        needs=has("tau"),
         variants=_counts,
-        demo=TAU,
     ),
-    Defect(
+    _tau(
         "dtau-survivors",
         "dtau counts every visible key, also those the elastic softmax dropped",
         "the sum of dp runs over visible keys instead of surviving ones",
-        "terms",
         "dtau",
         "dtau wrong for heads with negative tau, everything else right",
-        "mutant",
         "Set tau >= 0: the comparison must turn healthy.",
         needs=negative_tau,
         variants=always(Mutant(backward={"dtau": _every_visible})),
-        demo=TAU,
     ),
-    Defect(
+    _tau(
         "dtau-undivided",
         "dtau is not divided by the number of visible keys",
         "the factor 1/n of each row is missing",
-        "terms",
         "dtau",
         "dtau wrong, everything else right",
-        "mutant",
         "Run with a window: the error must become the constant window length.",
-        needs=has("tau"),
         variants=always(Mutant(backward={"dtau": _undivided})),
-        demo=TAU,
     ),
-    Defect(
+    _sink(
         "sink-missing-backward",
         "the backward recomputes the weights without the sink",
         "the lse of the backward lacks the sink's share, so the weights sum to one",
-        "terms",
         "p (bwd)",
         "I2 fails; dv is too large",
-        "mutant",
         "Set the sink to -30: the comparison must turn healthy.",
-        needs=has("sink"),
         variants=always(Mutant(backward={"p": _without_sink}), Mutant(saved=_sinkless_lse)),
-        demo=SINK,
     ),
-    Defect(
+    _sink(
         "sink-delta",
         "delta leaves out the sink's share of the row",
         "delta is formed as if the weights of the keys summed to one",
-        "terms",
         "delta",
         "the sink's law for the sum of dk fails; dv is fine",
-        "mutant",
         "Set the sink to -30: the comparison must turn healthy.",
         needs=both(has("sink"), lambda call: call.tau is None),
         variants=always(Mutant(backward={"delta": _sinkless_delta})),
-        demo=SINK,
     ),
-    Defect(
+    _sink(
         "dsink-sign",
         "dsink has the wrong sign",
         "the sink's gradient is -sum p_sink delta",
-        "terms",
         "dsink",
         "dsink wrong by a factor -1, everything else right",
-        "mutant",
         "Flip the sign: the comparison must turn healthy.",
-        needs=has("sink"),
         variants=always(Mutant(finish=after(dsink=lambda out, call: -out["dsink"]))),
-        demo=SINK,
     ),
-    Defect(
+    _sink(
         "dsink-unweighted",
         "dsink sums delta without the sink's weight",
         "the factor exp(sink - lse) of each row is missing",
-        "terms",
         "dsink",
         "dsink wrong, everything else right",
-        "mutant",
         "Set the sink to -30: dsink must vanish, and does not.",
-        needs=has("sink"),
         variants=always(Mutant(backward={"dsink": lambda delta: -delta.sum()})),
-        demo=SINK,
     ),
-    Defect(
+    _gate(
         "gate-missing-backward",
         "the gate is not applied to dO before the backward",
         "dO = dY sigmoid(gate) is taken as dY",
-        "terms",
         "dp",
         "dq, dk and dv are wrong, dgate is right",
-        "mutant",
         "Set the gate to +30: the comparison must turn healthy.",
-        needs=has("gate"),
         variants=always(Mutant(backward={"do": lambda dy: dy})),
-        demo=GATE,
     ),
-    Defect(
+    _gate(
         "dgate-derivative",
         "dgate lacks the factor 1 - sigmoid(gate)",
         "the derivative of the sigmoid is left out",
-        "terms",
         "dgate",
         "dgate wrong, everything else right",
-        "mutant",
         "Set the gate to 0: dgate must be off by exactly 2.",
-        needs=has("gate"),
         variants=always(Mutant(backward={"dgate": lambda dy, y: dy * y})),
-        demo=GATE,
     ),
-    Defect(
+    _gate(
         "gate-delta",
         "delta applies the gate twice",
         "delta = dO.y is formed from the gated output and the gated dO",
-        "terms",
         "delta",
         "I3 only; dv and dgate are right",
-        "mutant",
         "Set the gate to +30: the comparison must turn healthy.",
-        needs=has("gate"),
         variants=always(Mutant(backward={"delta": lambda do, y: (do * y).sum(dim=-1)})),
-        demo=GATE,
     ),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from backlight.call import Call
 from backlight.doctor.defects.defect import CAUSAL, Defect, lengths_differ, windowed
@@ -22,6 +23,11 @@ def reach_right(call: Call, step: int) -> Callable[[Call], Call] | None:
     if right is None or call.spec.causal or right + step < 0:
         return None
     return other_spec(window=(call.spec.left, right + step))
+
+
+def without_window(call: Call) -> Callable[[Call], Call]:
+    """The window open to the left."""
+    return other_spec(window=(None, call.spec.window[1]))
 
 
 def back(call: Call) -> Callable[[Call], Call]:
@@ -53,23 +59,22 @@ def window_edges(steps: tuple[int, ...], place: str) -> Callable[[Call], list[Mu
 
 def _edge(name: str, where: str, wide: bool, title: str, signal: str) -> Defect:
     """A window whose edge is off by one or two keys in one direction of the kernel."""
-    return Defect(
+    return _window(
         name,
         title,
         f"the window's edge is off in the {where}'s mask or loop bound",
-        "windows",
         "p (bwd)" if where == "backward" else "p",
         signal,
-        "mutant",
         f"Widen the window by one: the {'leak' if wide else 'holes'} must move by one diagonal.",
         needs=lambda call: call.spec.window != (None, None),
         variants=window_edges((1, 2) if wide else (-1, -2), where),
-        demo=WINDOW,
     )
 
 
 BACKWARD_OFF = "the backward's window is {detail}"
 FORWARD_OFF = "the forward's window is {detail}, the backward's is right"
+
+_window = partial(Defect, family="windows", demo=WINDOW)
 
 DEFECTS = [
     _edge(
@@ -100,28 +105,24 @@ DEFECTS = [
         FORWARD_OFF,
         "o is wrong; forward weights have holes on one diagonal, backward weights do not",
     ),
-    Defect(
+    _window(
         "window-missing-backward",
         "the backward ignores the window: gradients flow through keys the forward could not see",
         "the window is applied in the forward only",
-        "windows",
         "p (bwd)",
         "I2 and I3 fail",
-        "mutant",
         "Make the window longer than the sequence: the comparison must turn healthy.",
         needs=windowed,
-        variants=lambda call: [Mutant(sees_backward=other_spec(window=(None, call.spec.window[1])))],
-        demo=WINDOW,
+        variants=lambda call: [Mutant(sees_backward=without_window(call))],
     ),
     Defect(
         "align-backward",
         "the backward aligns the mask to the first key, the forward to the last",
         "the offset Sk - Sq is missing in the backward's mask",
-        "alignment",
         "p (bwd)",
         "I2 fails, and only when Sq and Sk differ",
-        "mutant",
         "Run with Sq = Sk: the comparison must turn healthy.",
+        family="alignment",
         needs=lengths_differ,
         variants=lambda call: [Mutant(backward={"s": top_left(call.spec)})],
         demo=CAUSAL | {"sk": 180},

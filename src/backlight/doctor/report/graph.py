@@ -22,21 +22,15 @@ TERMS = {f"d{name}": name for name in TERM_NAMES}
 RECOMPUTED = {"p": "p (bwd)"}
 BOXES = (*STAGE_ORDER[:4], *RECOMPUTED.values(), *STAGE_ORDER[4:])
 
-# column and lane of every box; gradients are stacked in the last column by `_places`
-COLUMNS = {
-    "q": (0, 0.0),
-    "k": (0, 1.0),
-    "v": (0, 2.0),
-    "dy": (0, 3.6),
-    "s": (1, 0.5),
-    "lse": (2, 0.0),
-    "p": (3, 0.9),
-    "o": (4, 0.0),
-    "p (bwd)": (3, 2.0),
-    "dp": (2, 3.4),
-    "delta": (4, 2.8),
-    "ds": (5, 1.9),
-}
+# the lane of every box, column by column; gradients are stacked in the last column by `_places`
+COLUMNS = (
+    {"q": 0.0, "k": 1.0, "v": 2.0, "dy": 3.6},
+    {"s": 0.5},
+    {"lse": 0.0, "dp": 3.4},
+    {"p": 0.9, "p (bwd)": 2.0},
+    {"o": 0.0, "delta": 2.8},
+    {"ds": 1.9},
+)
 # from top to bottom, so that few edges cross; a gradient that is not named here comes last
 LAST_COLUMN = tuple(dict.fromkeys(("dgate", "dq", "dk", "dbias", "dsink", "dtau", "dv", *GRADIENTS)))
 LANES, CLOSEST = 3.6, 0.85
@@ -89,8 +83,12 @@ def _worth_drawing(source: str, name: str) -> bool:
 def _places(names: list[str]) -> dict[str, tuple[float, float]]:
     last = [name for name in LAST_COLUMN if name in names]
     tallest = max(LANES, CLOSEST * (len(last) - 1))
-    drawn = {name: place for name, place in COLUMNS.items() if name in names or name in INPUTS}
-    places = {name: (float(column), lane * tallest / LANES) for name, (column, lane) in drawn.items()}
+    places = {
+        name: (float(column), lane * tallest / LANES)
+        for column, boxes in enumerate(COLUMNS)
+        for name, lane in boxes.items()
+        if name in names or name in INPUTS
+    }
     return places | {name: (6.0, i * tallest / max(len(last) - 1, 1)) for i, name in enumerate(last)}
 
 

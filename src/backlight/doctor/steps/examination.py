@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from backlight.doctor.defects.catalogue import BY_ID
 from backlight.doctor.report.model import Finding, Probe, Report, Where
@@ -24,11 +24,10 @@ from backlight.doctor.steps.sheet import Sheet
 from backlight.doctor.subject.layouts import ShapeMismatch
 from backlight.doctor.subject.subject import Observed, Subject
 from backlight.doctor.subject.trouble import CouldNotRun
-from backlight.mask import Mask
-from backlight.problems import checks, inputs
-from backlight.problems.inputs import Given
+from backlight.problems import inputs
+from backlight.problems.inputs import Settings
 from backlight.problems.problem import Problem, shrink
-from backlight.spec import TERM_NAMES, AttentionSpec
+from backlight.spec import AttentionSpec
 
 LEVELS = ("quick", "full", "forensic")
 # with more scores than this, a smaller problem of the same kind is explained instead
@@ -44,42 +43,26 @@ def diagnose(
     k: Tensor | None = None,
     v: Tensor | None = None,
     *,
-    do: Tensor | None = None,
     level: str = "quick",
     against: Any = None,
-    bias: Tensor | int | None = None,
-    sink: Tensor | None = None,
-    tau: Tensor | float | None = None,
-    gate: Tensor | None = None,
-    mask: Mask | None = None,
-    cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None,
-    shape: tuple[int, int, int, int] = inputs.DEFAULT_SHAPE,
-    kv_heads: int | None = None,
-    sk: int | None = None,
-    dv: int | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    recipe: str = "gaussian",
-    seed: int = 0,
-    device: torch.device | str = "cpu",
+    **settings: Unpack[Settings],
 ) -> Report:
     """Examine an attention kernel and say what is wrong with it.
 
     subject:  a differentiable callable f(q, k, v, **extras) -> o | (o, lse), an nn.Module, a (forward, backward) pair of raw
               functions, or a `Subject`.
     spec:     what it is supposed to compute.
-    q, k, v:  canonical [B,Hq,Sq,D], [B,Hkv,Sk,D], [B,Hkv,Sk,Dv] tensors (packed: B = 1 with cu_seqlens); drawn from `recipe`,
-              `shape`, `kv_heads`, `sk`, `dv`, `dtype` and `seed` when absent. do: incoming gradient [B,Hq,Sq,Dv].
-    mask:     of a spec with `rows`; drawn when absent. A subject gets it as `mask`, or as the tensors `rows` and `pos`.
+    q, k, v:  canonical [B,Hq,Sq,D], [B,Hkv,Sk,D], [B,Hkv,Sk,Dv] tensors (packed: B = 1 with cu_seqlens). When absent they are
+              drawn from `shape` (B, Hq, Sq, D), `kv_heads`, `sk`, `dv`, `dtype`, `recipe` and `seed`, on `device`.
     level:    "quick" (comparison, identities, a few probes), "full" (all probes, tomography), "forensic" (tile sweep, more).
     against:  a reference of yours: it is judged by the same oracle, because a wrong reference looks like a wrong kernel.
+    settings: `do`, the incoming gradient [B,Hq,Sq,Dv]; learned terms by name; `mask`, which a subject gets as `mask` or as the
+              tensors `rows` and `pos`; `cu_seqlens`; and what is drawn, as above.
     """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
     started = time.perf_counter()
-    terms: dict[str, Any] = {"bias": bias, "sink": sink, "tau": tau, "gate": gate}
-    terms |= {"rows": None, "pos": None} if mask is None else {"rows": mask.rows, "pos": mask.pos}
-    drawn = {"shape": shape, "kv_heads": kv_heads, "sk": sk, "dv": dv, "dtype": dtype, "recipe": recipe, "device": device}
-    problem = _problem(spec, Given(q, k, v, do), terms, cu_seqlens, seed, drawn)
+    problem = inputs.problem_of(spec, q, k, v, **settings)
     examination = Examination(Subject.of(subject), problem, level)
     report = examination.report()
     if against is not None:
@@ -88,50 +71,17 @@ def diagnose(
     return report
 
 
-def run_once(
-    subject: Any,
-    spec: AttentionSpec,
-    q: Tensor | None = None,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    *,
-    do: Tensor | None = None,
-    cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None,
-    seed: int = 0,
-    **settings: Any,
-) -> Observed:
+def run_once(subject: Any, spec: AttentionSpec, *tensors: Tensor | None, **settings: Any) -> Observed:
     """One forward and one backward on what `diagnose` would examine, judged by nobody: for profilers and sanitizers.
 
     Takes the arguments of `diagnose`; what only an examination needs (level, against) is ignored.
     """
-    terms = {name: settings.pop(name, None) for name in TERM_NAMES}
     drawn = {name: value for name, value in settings.items() if name not in ("level", "against")}
-    problem = _problem(spec, Given(q, k, v, do), terms, cu_seqlens, seed, drawn)
+    problem = inputs.problem_of(spec, *tensors, **drawn)
     examined = Subject.of(subject)
     if examined.layout == "auto":
         examined, _ = convention.settle(examined, problem, [])
     return examined.run(problem.call, problem.dy)
-
-
-def _problem(
-    spec: AttentionSpec,
-    tensors: Given,
-    terms: dict[str, Any],
-    cu_seqlens: Tensor | tuple[Tensor, Tensor] | None,
-    seed: int,
-    drawn: dict[str, Any],
-) -> Problem:
-    """The caller's tensors, or tensors drawn as `drawn` says."""
-    checks.check_spec(spec)
-    checks.check_terms(spec, terms)
-    checks.check_seed(seed)
-    if tensors.any:
-        return inputs.given(spec, tensors, terms, cu_seqlens, seed)
-    problem = inputs.make(spec, seed=seed, cu_seqlens=cu_seqlens, **drawn, **terms)
-    if tensors.do is not None:
-        checks.check_like_output("do", tensors.do, problem.call.q, problem.call.v)
-        problem = problem.replace(dy=tensors.do.detach().to(problem.call.q))
-    return problem
 
 
 class Examination(Sheet):

@@ -162,7 +162,7 @@ _patience: list[Patience] = []
 
 @contextmanager
 def patience(seconds: float, give_up: Callable[[str], None]) -> Iterator[None]:
-    """For a command line: every call of a subject may take so long, 0 = for ever, and none may end the process."""
+    """For a command line: every call of a subject may take `seconds`, 0 = for ever, and none may end the process."""
     _patience.append(Patience(seconds, give_up))
     try:
         with _no_exit():

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from backlight.arguments import check_tensor, check_whole, shown
 from backlight.integrations.transformers.probing import REFUSAL, probe
+from backlight.integrations.transformers.refusing import NAME
 
 # numbers of a mask that says nothing but which keys are padding, and of one that packs sequences
 PADDING, PACKED = torch.int8, torch.int64
@@ -51,7 +52,7 @@ def _take_apart(mask_function: Callable[..., Any]) -> Pattern:
             pattern.packed = values["packed_sequence_mask"]
         elif name not in (*GEOMETRY, "bidirectional_mask_function"):
             raise NotImplementedError(
-                f"attn_implementation='backlight' has no equivalent of the mask {name!r}: it knows causal and full masks, "
+                f"{NAME} has no equivalent of the mask {name!r}: it knows causal and full masks, "
                 "sliding windows, padding and packed sequences; use another attn_implementation for this model"
             )
     return pattern

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from backlight._private.torch import assert_in_graph
+from backlight.integrations.transformers.refusing import NAME
 
 REFUSAL = (
-    "attn_implementation='backlight' has no equivalent of this model's mask under torch.compile: it knows causal and full "
+    f"{NAME} has no equivalent of this model's mask under torch.compile: it knows causal and full "
     "masks, sliding windows, padding and packed sequences; use another attn_implementation for this model"
 )
 
@@ -38,7 +39,7 @@ class Asked:
 
     @property
     def device(self) -> Tensor:
-        """Answers are moved there before they are joined; what is a tensor by then has compared two others."""
+        """Masks move every answer there before they join them; an answer that is a tensor by then compares two others."""
         return torch.zeros(()).as_subclass(Home)
 
     def to(self, _: Any) -> Asked:
