@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,11 +37,14 @@ def package(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def declared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy in which the term is declared, and nobody takes it yet."""
+def declared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
+    """A copy in which the term is declared, and nobody takes it yet; scripts that run with it."""
+    if not hasattr(os, "fork"):
+        pytest.skip("a script runs in a fork")
     package = copied(tmp_path_factory.mktemp("declared"))
     edit(package, *DECLARED)
-    return package
+    with Scripts(package) as scripts:
+        yield scripts
 
 
 def edit(package: Path, *edits: tuple[str, str, str]) -> None:
@@ -50,17 +55,63 @@ def edit(package: Path, *edits: tuple[str, str, str]) -> None:
         path.write_text(source.replace(old, new))
 
 
-def run(package: Path, code: str) -> str:
-    """What a script prints with that copy of the package; its error where it fails."""
-    head = "import torch, backlight\nfrom torch import randn\nq, pull = randn(1, 2, 6, 4), randn(2)\n"
-    environment = {**os.environ, "PYTHONPATH": str(package)}
-    done = subprocess.run([sys.executable, "-c", head + code], env=environment, capture_output=True, text=True)
+HEAD = "import torch, backlight\nfrom torch import randn\nq, pull = randn(1, 2, 6, 4), randn(2)\n"
+# reads scripts as lines of JSON and answers each with what a copy of itself printed
+SERVER = f"""
+import contextlib, io, json, os, sys, traceback
+{HEAD}
+given = dict(globals())
+for line in sys.stdin:
+    ours, theirs = os.pipe()
+    if os.fork() == 0:
+        with os.fdopen(theirs, "w") as answer, contextlib.redirect_stdout(answer), contextlib.redirect_stderr(answer):
+            try:
+                exec(json.loads(line), given)
+            except BaseException:
+                traceback.print_exc()
+        os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours) as answer:
+        print(json.dumps(answer.read()), flush=True)
+    os.wait()
+"""
+
+
+class Scripts:
+    """A process that has imported a copy of the package: every script runs in a fork of it, untouched by the others."""
+
+    def __init__(self, package: Path):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVER], env=with_copy(package), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> Scripts:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.communicate()
+
+    def run(self, code: str) -> str:
+        """What a script prints; its error where it fails."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(code) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def refused(self, code: str) -> str:
+        """The sentence of the error that a script ends with."""
+        return self.run(code).strip().splitlines()[-1]
+
+
+def with_copy(package: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(package)}
+
+
+def imported(package: Path) -> str:
+    """What importing that copy of the package prints."""
+    done = subprocess.run([sys.executable, "-c", HEAD], env=with_copy(package), capture_output=True, text=True)
     return done.stdout + done.stderr
-
-
-def refused(package: Path, code: str) -> str:
-    """The sentence of the error that a script ends with."""
-    return run(package, code).strip().splitlines()[-1]
 
 
 def attempts(*calls: str) -> str:
@@ -71,26 +122,26 @@ def attempts(*calls: str) -> str:
 
 def test_a_row_alone_does_not_import(package: Path) -> None:
     edit(package, ROW)
-    assert "AttentionSpec needs a flag for every term" in run(package, "")
+    assert "AttentionSpec needs a flag for every term" in imported(package)
 
 
 def test_a_flag_alone_does_not_import(package: Path) -> None:
     edit(package, ROW, FLAG)
-    assert "Call and spec.TENSORS differ" in run(package, "")
+    assert "Call and spec.TENSORS differ" in imported(package)
 
 
 def test_a_shape_nobody_checks_does_not_import(package: Path) -> None:
     edit(package, *DECLARED, ("spec.py", 'Input("pull", ("heads",))', 'Input("pull", ("heads", "keys"))'))
-    assert "no check for the shape of ['pull']" in run(package, "")
+    assert "no check for the shape of ['pull']" in imported(package)
 
 
-def test_every_backend_refuses_what_it_does_not_declare(declared: Path) -> None:
-    found = run(declared, "print(backlight.explain(q, q, q, pull=pull))")
+def test_every_backend_refuses_what_it_does_not_declare(declared: Scripts) -> None:
+    found = declared.run("print(backlight.explain(q, q, q, pull=pull))")
     assert "tiled: does not take pull" in found
     code = "from backlight import registry; from backlight.api import call_of\ncall = call_of(q, q, q, pull=pull)\n"
     code += "for name in registry.names():\n    b = registry.get(name); type(b).available = lambda self: ()\n"
     code += "    print(name, registry.why_not(b, call))"
-    found = run(declared, code)
+    found = declared.run(code)
     for name in ("hopper", "triton", "tiled"):
         assert f"{name} ('does not take pull',)" in found
     calls = "x = q[0].transpose(0, 1)\n" + attempts(
@@ -98,18 +149,18 @@ def test_every_backend_refuses_what_it_does_not_declare(declared: Path) -> None:
         "backlight.statistics(q, q, q, pull=pull)",
         "backlight.attention_varlen(x, x, x, torch.tensor([0, 6]), pull=pull)",
     )
-    assert run(declared, calls).count("tiled: does not take pull") == 3
+    assert declared.run(calls).count("tiled: does not take pull") == 3
 
 
-def test_it_is_checked(declared: Path) -> None:
+def test_it_is_checked(declared: Scripts) -> None:
     wrong = ("randn(3)", "0.5", "pull.long()")
-    found = run(declared, attempts(*(f"backlight.attention(q, q, q, pull={value})" for value in wrong)))
+    found = declared.run(attempts(*(f"backlight.attention(q, q, q, pull={value})" for value in wrong)))
     assert "pull must have shape (2,), one per query head" in found
     assert "pull must be a torch.Tensor, got float" in found
     assert "pull must have a floating-point dtype" in found
 
 
-def test_it_crosses_operators_and_is_told_apart(declared: Path) -> None:
+def test_it_crosses_operators_and_is_told_apart(declared: Scripts) -> None:
     """In the operators, the key of remembered launches, the tensors of a replay, and under vmap."""
     code = """
 from backlight import batching, operators, spec
@@ -126,33 +177,33 @@ assert batching.HEADS["pull"] == 0
 assert call.gradients == ("dq", "dk", "dv", "dpull")
 print("all taken")
 """
-    assert run(declared, code).strip() == "all taken"
+    assert declared.run(code).strip() == "all taken"
 
 
-def test_the_oracle_refuses_it(declared: Path) -> None:
+def test_the_oracle_refuses_it(declared: Scripts) -> None:
     code = "from backlight.api import call_of\nfrom backlight.reference import oracle\noracle(call_of(q, q, q, pull=pull))"
-    assert "the oracle has no stages for pull" in refused(declared, code)
+    assert "the oracle has no stages for pull" in declared.refused(code)
 
 
-def test_context_parallel_refuses_it(declared: Path) -> None:
+def test_context_parallel_refuses_it(declared: Scripts) -> None:
     calls = [f"simulated_attention(q, q, q, pull=pull, strategy={name!r})" for name in ("ring", "all_to_all")]
     code = "from backlight.distributed import simulated_attention\n" + attempts(*calls)
     code += "from backlight.distributed.handshake import FIELDS\nprint([f.name for f in FIELDS if f.name == 'pull'])"
-    found = run(declared, code)
+    found = declared.run(code)
     assert "strategy must be all_to_all for a call with pull" in found
     assert "tiled: does not take pull" in found
     assert "['pull']" in found
 
 
-def test_the_doctor_refuses_it(declared: Path) -> None:
+def test_the_doctor_refuses_it(declared: Scripts) -> None:
     """Nobody told it how such a term is drawn, and a kernel must not be judged without it."""
     code = "from backlight.doctor import diagnose\ndiagnose(backlight.attention, backlight.AttentionSpec(pull=True))"
-    assert "nothing is known about how to draw pull" in refused(declared, code)
+    assert "nothing is known about how to draw pull" in declared.refused(code)
 
 
-def test_peers_and_contenders_refuse_it(declared: Path) -> None:
+def test_peers_and_contenders_refuse_it(declared: Scripts) -> None:
     code = "from backlight.peers.features import features_of\nfeatures_of('flex', {'pull': pull}, ('causal',))"
-    assert "flex has no pull" in refused(declared, code)
+    assert "flex has no pull" in declared.refused(code)
     code = """
 from types import SimpleNamespace
 from backlight.bench.contender import cannot
@@ -160,7 +211,7 @@ from backlight.bench.contenders.eager import ABLE
 case = SimpleNamespace(spec=backlight.AttentionSpec(pull=True), varlen=False, window=(None, None), softcap=None)
 print(cannot("eager", SimpleNamespace(case=case), ABLE))
 """
-    assert run(declared, code).strip() == "eager cannot express pull"
+    assert declared.run(code).strip() == "eager cannot express pull"
 
 
 def test_the_page_names_few_files() -> None:

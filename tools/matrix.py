@@ -3,6 +3,7 @@
     python tools/matrix.py --list
     python tools/matrix.py torch-2.15 lowest             some environments
     python tools/matrix.py --part kernels --part cli     some parts of each
+    python tools/matrix.py --part kernels --few          facts of some kernels: a third of them
 
 Environments lie in .matrix/ (a few gigabytes each, made by uv from the public index alone) and stay there for the next time.
 Each result goes into docs/data/versions.json as it comes, in the place of an older one of the same environment and part;
@@ -38,6 +39,8 @@ COMPILED = (
     "tests/hopper/test_backward_terms_compiled.py",
     "tests/triton_backend/test_triton_compiled.py",
 )
+# they compile the same kernels; Triton knows a kernel by its source, its options and Triton's own version
+SHARE_A_CACHE = ("kernels", "compile")
 COUNTS = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed)")
 WORST_SHOWN = 20
 
@@ -61,17 +64,19 @@ ENVIRONMENTS = (
 )
 
 
-def pytest(*arguments: str) -> list[str]:
-    return ["-m", "pytest", "-q", "-m", "not slow", *arguments]
+def pytest(*arguments: str, marked: str = "not slow") -> list[str]:
+    return ["-m", "pytest", "-q", "-m", marked, *arguments]
 
 
 PARTS: dict[str, list[str]] = {
     "cli": pytest(
         "tests/test_cli.py", "tests/test_demo.py", "tests/doctor/test_command.py", "tests/doctor/test_report_files.py"
     ),
-    "interpreter": pytest("tests/interpreted"),
-    "compile": pytest(*COMPILED),
+    # what is left for later are larger sizes of the same kernels
+    "interpreter": pytest("tests/interpreted", marked="not slow and not later"),
+    # before the tests that compile the same kernels and find them in the cache
     "kernels": ["tools/kernels.py"],
+    "compile": pytest(*COMPILED),
     # while the matrix runs, its page is behind its record
     "host": pytest(
         "tests", "--deselect=tests/test_versions.py", *(f"--ignore={path}" for path in (*COMPILED, "tests/interpreted"))
@@ -126,14 +131,17 @@ def outcome(code: int, output: str) -> dict[str, Any]:
     return {"ok": code == 0, "counts": counts, "failed": bad[:WORST_SHOWN]}
 
 
-def run_part(environment: Environment, python: Path, part: str) -> dict[str, Any]:
+def run_part(environment: Environment, python: Path, part: str, few: bool = False) -> dict[str, Any]:
     place = FOLDER / environment.name
-    given = {**public(os.environ), "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(place / f"cache-{part}")}
+    cache = place / ("cache-compiled" if part in SHARE_A_CACHE else f"cache-{part}")
+    given = {**public(os.environ), "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache)}
     if part == "interpreter":
         given["TRITON_INTERPRET"] = "1"
-    shutil.rmtree(given["TRITON_CACHE_DIR"], ignore_errors=True)
+    if part not in SHARE_A_CACHE:
+        shutil.rmtree(cache, ignore_errors=True)
     found = place / "kernels.json"
-    command = [str(python), *PARTS[part], *([str(found)] if part == "kernels" else ["-p", "no:cacheprovider"])]
+    facts = [str(found), *(["--few"] if few else [])]
+    command = [str(python), *PARTS[part], *(facts if part == "kernels" else ["-p", "no:cacheprovider"])]
     begin = time.monotonic()
     with (place / f"{part}.log").open("w+") as log:
         code = subprocess.run(command, cwd=ROOT, env=given, stdout=log, stderr=subprocess.STDOUT).returncode
@@ -175,6 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("environments", nargs="*", help="names of environments (all)")
     parser.add_argument("--part", dest="parts", action="append", choices=PARTS, help="a part; may be repeated (all)")
+    parser.add_argument("--few", action="store_true", help="the part kernels: some calls only")
     parser.add_argument("--list", action="store_true", help="environments and parts, nothing is run")
     options = parser.parse_args(arguments)
     environments = chosen(options.environments)
@@ -188,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = versions(python)
         for part in options.parts or PARTS:
             print(f"{environment.name}: {part}, log in .matrix/{environment.name}/{part}.log", flush=True)
-            result = run_part(environment, python, part)
+            result = run_part(environment, python, part, options.few)
             data = json.loads(DATA.read_text()) if DATA.is_file() else {}
             DATA.write_text(record(json.dumps(merged(data, environment.name, found, part, result))))
             told = result.get("counts") or f"{len(result.get('rows', ()))} kernels"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,21 +55,29 @@ class Counting:
         )
 
 
-@pytest.fixture(autouse=True)
-def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 256)
-    monkeypatch.setitem(machine.COPY_BYTES, "cpu", 1 << 20)
+@pytest.fixture(autouse=True, scope="module")
+def small_ceilings() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 256)
+        monkeypatch.setitem(machine.COPY_BYTES, "cpu", 1 << 20)
+        yield
+
+
+@pytest.fixture(scope="module")
+def stopped_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A record whose run stopped in the middle of its second case."""
+    late, path = Counting("second"), tmp_path_factory.mktemp("stopped") / "run.json"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(step, "time", late.clock())
+        runner.run(SUITE, (late,), CPU, path, SETTINGS)
+    assert late.built == ["first", "second"]
+    return path
 
 
 @pytest.fixture
-def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A record whose run stopped in the middle of its second case."""
-    late = Counting("second")
-    with monkeypatch.context() as patch:
-        patch.setattr(step, "time", late.clock())
-        runner.run(SUITE, (late,), CPU, tmp_path / "run.json", SETTINGS)
-    assert late.built == ["first", "second"]
-    return tmp_path / "run.json"
+def stopped(stopped_once: Path, tmp_path: Path) -> Path:
+    """A copy of it, which a test may change."""
+    return Path(shutil.copy(stopped_once, tmp_path))
 
 
 def names(data: dict[str, Any]) -> list[str]:

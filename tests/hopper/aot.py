@@ -7,17 +7,19 @@ CPU tensors are fine) and the pipeline runs down to a cubin with the ptxas that 
 from __future__ import annotations
 
 import inspect
+import io
 import re
 import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler
 from triton.backends.nvidia.compiler import get_ptxas
@@ -64,8 +66,12 @@ def compile_kernel(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) 
     bound, specialization, chosen = binder(*args, **options)
     chosen, signature, constexprs, attrs = kernel._pack_args(backend, dict(options), bound, specialization, chosen)
     source = GluonASTSource if kernel.is_gluon() else ASTSource
-    done = triton.compile(source(kernel, signature, constexprs, attrs), target=TARGET, options=chosen.__dict__)
-    log = ptxas_log(done.asm["ptx"], chosen.ptx_options)
+    said = io.StringIO()
+    with knobs.nvidia.scope(), redirect_stdout(said):
+        knobs.nvidia.dump_ptxas_log = True
+        done = triton.compile(source(kernel, signature, constexprs, attrs), target=TARGET, options=chosen.__dict__)
+    # a kernel from Triton's cache was compiled without a word
+    log = said.getvalue() or ptxas_log(done.asm["ptx"], chosen.ptx_options)
     text = disassembly(done.asm["cubin"])
     return Report(
         kernel=kernel.fn.__name__,
