@@ -244,17 +244,24 @@ def key_tile(p, number):
 
 
 @gluon.jit
-def rows_within(p, turn, s, offset, member, i):
-    """Which rows of block i lie in the row intervals of the keys from j0 + offset on: a tile like s [keys, rows]."""
-    HELD: gl.constexpr = p.V.BM // 2 if p.V.WIDE else p.V.BM
+def row_limits(p, turn, offset, member, key_l: gl.constexpr, KEYS: gl.constexpr):
+    """The row intervals of the keys from j0 + offset on (first, end, and those of the hole), in flight."""
     owner = read_field(p, turn, OWNER, p.V.WARPS) + member * p.mask_head
     first_ptr = p.mask.folded_ptr + owner.to(gl.int64) * (2 * p.V.INTERVALS * p.V.BN) + offset
-    keys = first_ptr + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
-    begin = i * p.V.BM
-    seen = rows_from(s, gl.load(keys) - begin, HELD, True) & rows_before(s, gl.load(keys + p.V.BN) - begin, HELD, True)
+    keys = first_ptr + gl.arange(0, KEYS, key_l)
     if p.V.INTERVALS == 2:
-        before = rows_before(s, gl.load(keys + 2 * p.V.BN) - begin, HELD, True)
-        seen = seen & (before | rows_from(s, gl.load(keys + 3 * p.V.BN) - begin, HELD, True))
+        return gl.load(keys), gl.load(keys + p.V.BN), gl.load(keys + 2 * p.V.BN), gl.load(keys + 3 * p.V.BN)
+    return gl.load(keys), gl.load(keys + p.V.BN)
+
+
+@gluon.jit
+def rows_within(p, s, limits, i):
+    """Which rows of block i lie in row intervals: a tile like s [keys, rows]."""
+    HELD: gl.constexpr = p.V.BM // 2 if p.V.WIDE else p.V.BM
+    begin = i * p.V.BM
+    seen = rows_from(s, limits[0] - begin, HELD, True) & rows_before(s, limits[1] - begin, HELD, True)
+    if p.V.INTERVALS == 2:
+        seen = seen & (rows_before(s, limits[2] - begin, HELD, True) | rows_from(s, limits[3] - begin, HELD, True))
     return seen
 
 

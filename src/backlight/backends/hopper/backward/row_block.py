@@ -22,6 +22,7 @@ from backlight.backends.hopper.backward.key_tiles import (
     SK,
     SQ,
     read_field,
+    row_limits,
     rows_within,
     seen_rows,
 )
@@ -80,11 +81,11 @@ def block_bias(p, turn, tile, b):
 
 
 @gluon.jit
-def block_weights(p, turn, s, lse, b, MASK: gl.constexpr):
-    """p of a tile of scores."""
+def block_weights(p, turn, s, lse, b, limits, MASK: gl.constexpr):
+    """p of a tile of scores; limits: row intervals, where those decide what is seen."""
     pt = weights(s, lse, p.units.scale_log2, True)
     if MASK == OUTSIDE:
-        pt = hidden_out(pt, rows_within(p, turn, s, 0, b.member, b.i), p.V.TAU)
+        pt = hidden_out(pt, rows_within(p, s, limits, b.i), p.V.TAU)
     elif MASK != PLAIN:
         pt = hidden_out(pt, seen_rows(p, turn, s, 0, b.i, MASK), p.V.TAU)
     return pt
@@ -148,6 +149,9 @@ def weights_and_dp(p, turn, b, MASK: gl.constexpr, BIASED: gl.constexpr):
     # scores grow on top of the bias, which then has no registers and no additions of its own; products over many columns would
     # wait for each other
     ON_TOP: gl.constexpr = BIASED and not (p.V.SOFTCAP or p.V.WIDE)
+    limits = b.i
+    if MASK == OUTSIDE:
+        limits = row_limits(p, turn, 0, b.member, gl.SliceLayout(1, s_l), BN)
     zero = gl.zeros([BN, BM], gl.float32, s_l)
     bias = zero
     if ON_TOP:
@@ -172,7 +176,7 @@ def weights_and_dp(p, turn, b, MASK: gl.constexpr, BIASED: gl.constexpr):
     else:
         if BIASED and not ON_TOP:
             s = s + block_bias(p, turn, zero, b)
-        pt = block_weights(p, turn, s, lse, b, MASK)
+        pt = block_weights(p, turn, s, lse, b, limits, MASK)
     delta = lse
     if p.V.OVERLAP:
         if not p.V.TAU:
@@ -187,7 +191,7 @@ def weights_and_dp(p, turn, b, MASK: gl.constexpr, BIASED: gl.constexpr):
         s = pt
         if BIASED:
             pt = s + block_bias(p, turn, zero, b)
-        pt = block_weights(p, turn, pt, lse, b, MASK)
+        pt = block_weights(p, turn, pt, lse, b, limits, MASK)
     return s, pt, dp, delta
 
 

@@ -85,7 +85,7 @@ class Buffers:
     """Shared memory of a CTA besides the rings of K and V, and its mbarriers.
 
     tile: published tiles (tiles.py); overflow: for each warpgroup the first tile that it has to do again (overflow.py).
-    intervals: first rows and ends of the keys of each tile of V, one vector after the other; entry: what the list of tiles to
+    intervals: first rows and ends of the keys of each tile of K, one vector after the other; entry: what the list of tiles to
     visit says of it.
     """
 

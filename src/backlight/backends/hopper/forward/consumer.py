@@ -20,6 +20,7 @@ from backlight.backends.hopper.forward.scores import (
     hide,
     hide_outside,
     lse_of,
+    release_k,
     scored,
     seen_scores,
     with_bias,
@@ -33,9 +34,9 @@ from backlight.backends.hopper.forward.steps import (
     no_products,
     release_q,
     row_totals,
+    scores_of,
     start_scores,
     store_rows,
-    take_scores,
     write_o,
 )
 from backlight.backends.hopper.forward.tiles import END, place_of, q_buffer, view_of
@@ -83,7 +84,8 @@ def rescaled_after(p, o, rescale, block, far_end):
 def first_block(p, q, view, row_max, row_sum, count):
     """`Rows` after the block that the mask may cut, the last one."""
     o = no_products(p.V.BDV)
-    s = take_scores(p, q, count)
+    s = scores_of(p, q, count)
+    release_k(p, view, ring_stage(p.k, count), view.end - 1)
     s = with_bias(p, view, scored(p, s, cap_of(p, s)), view.end - 1)
     if p.V.INTERVALS > 0:
         if at_edge(view, view.end - 1):
@@ -113,7 +115,7 @@ def advance(p, q, view, rows, count, block, far_end, W: gl.constexpr):
     if p.V.PINGPONG:
         hand_on_turn(p, W)
     s = warpgroup_mma_wait(1, deps=[s_token])
-    release(p.k, stage)
+    release_k(p, view, stage, block)
     rescale = gl.full([WM], 1.0, gl.float32, gl.SliceLayout(1, s.type.layout))
     y = cap_of(p, s)
     if p.V.BIAS_KEEPS_MAX:

@@ -28,20 +28,13 @@ from backlight.backends.intervals.kernels import KINDS
 
 
 @gluon.jit
-def load_stage(p, ring, desc, count, b, h, start, length, row):
-    """Rows of a key head into a stage of a ring that is free, and that expects them."""
-    stage = ring_stage(ring, count)
-    load_tile(desc, b, h, start, length, row, ring.full.index(stage), ring.tiles.index(stage), p.V.VARLEN)
-
-
-@gluon.jit
 def feed(p, ring, desc, count, b, h, start, length, row):
     """Rows of a key head into the next stage of a ring, once it is free."""
     stage = ring_stage(ring, count)
     if count >= p.V.ST:
         wait_empty(ring, stage)
     mbarrier.expect(ring.full.index(stage), desc.block_type.nbytes)
-    load_stage(p, ring, desc, count, b, h, start, length, row)
+    load_tile(desc, b, h, start, length, row, ring.full.index(stage), ring.tiles.index(stage), p.V.VARLEN)
 
 
 @arguments
@@ -80,19 +73,20 @@ def next_entry(p, visits, j):
 
 
 @gluon.jit
-def feed_intervals(p, visits, entry, count):
-    """What the list says of a key block, and the row intervals of its keys, beside tile number `count` of V."""
+def feed_cut(p, visits, entry, count, b, h, start, length, row):
+    """A tile of K with what the list says of it, and the row intervals of its keys."""
     N: gl.constexpr = 2 * p.V.INTERVALS
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    stage = ring_stage(p.v, count)
-    full = p.v.full.index(stage)
+    stage = ring_stage(p.k, count)
+    full = p.k.full.index(stage)
     if count >= p.V.ST:
-        wait_empty(p.v, stage)
+        wait_empty(p.k, stage)
     p.buffers.entry.index(stage).store(gl.full([1], entry, gl.int32, one))
-    mbarrier.expect(full, p.v_desc.block_type.nbytes + N * p.V.BN * 4)
+    mbarrier.expect(full, p.k_desc.block_type.nbytes + N * p.V.BN * 4)
     at = (visits.first + entry // KINDS) * N
     for i in gl.static_range(N):
         tma_load(p.folded_desc, [(at + i) * p.V.BN], full, p.buffers.intervals.index(stage * N + i))
+    load_tile(p.k_desc, b, h, start, length, row, full, p.k.tiles.index(stage), p.V.VARLEN)
 
 
 @gluon.jit
@@ -134,12 +128,11 @@ def send(p, tile, head, z, block, ticket, count, turn):
             key = visited // KINDS * p.V.BN
             # asked for while this block waits for its stages
             entry = next_entry(p, visits, j + 1)
-            feed(p, p.k, p.k_desc, count, b, h // p.group, k_start, sk, key)
             if j < visits.cut:
-                feed_intervals(p, visits, visited, count)
-                load_stage(p, p.v, p.v_desc, count, b, h // p.group, k_start, sk, key)
+                feed_cut(p, visits, visited, count, b, h // p.group, k_start, sk, key)
             else:
-                feed(p, p.v, p.v_desc, count, b, h // p.group, k_start, sk, key)
+                feed(p, p.k, p.k_desc, count, b, h // p.group, k_start, sk, key)
+            feed(p, p.v, p.v_desc, count, b, h // p.group, k_start, sk, key)
         else:
             feed(p, p.k, p.k_desc, count + ahead, b, h // p.group, k_start, sk, key)
             feed(p, p.v, p.v_desc, count, b, h // p.group, k_start, sk, key)

@@ -6,7 +6,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from backlight.backends.hopper.forward.ring import ring_stage, wait_full
+from backlight.backends.hopper.forward.ring import release, ring_stage
 from backlight.backends.hopper.primitives import (
     INF,
     LN2,
@@ -86,9 +86,8 @@ def hide(p, s, position, block, sk):
 
 @gluon.jit
 def hide_outside(p, view, s, count):
-    """Scores of a block, masked by the row intervals of its keys, which have come with tile number `count` of V."""
-    wait_full(p.v, count)
-    stage = ring_stage(p.v, count)
+    """Scores of a block, masked by the row intervals that have come with tile number `count` of K, which is released."""
+    stage = ring_stage(p.k, count)
     four: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     entry = gl.max(p.buffers.entry.index(stage).load(four), 0)
     row = gl.expand_dims(view.i0 + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)), 1)
@@ -99,6 +98,7 @@ def hide_outside(p, view, s, count):
     if p.V.INTERVALS == 2:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
         if (entry & HOLE) != 0:
             s = gl.where((row < limit_of(p, s, stage, 2)) | (row >= limit_of(p, s, stage, 3)), s, -INF)
+    release(p.k, stage)
     return s
 
 
@@ -113,6 +113,16 @@ def limit_of(p, s, stage, WHICH: gl.constexpr):
 def at_edge(view, block):
     """Whether a key block needs a mask."""
     return (block >= view.plain_end) | (block < view.plain_begin)
+
+
+@gluon.jit
+def release_k(p, view, stage, block):
+    """K of a block whose product is done; what is to be masked by row intervals is released when they have been read."""
+    if p.V.INTERVALS > 0:
+        if not at_edge(view, block):
+            release(p.k, stage)
+    else:
+        release(p.k, stage)
 
 
 @gluon.jit

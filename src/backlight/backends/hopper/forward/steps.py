@@ -50,12 +50,17 @@ def start_scores(p, q, stage):
 
 
 @gluon.jit
+def scores_of(p, q, count):
+    """Q K^T of tile number `count` of the ring."""
+    wait_full(p.k, count)
+    return warpgroup_mma_wait(0, deps=[start_scores(p, q, ring_stage(p.k, count))])
+
+
+@gluon.jit
 def take_scores(p, q, count):
     """Q K^T of tile number `count` of the ring, which is released."""
-    stage = ring_stage(p.k, count)
-    wait_full(p.k, count)
-    s = warpgroup_mma_wait(0, deps=[start_scores(p, q, stage)])
-    release(p.k, stage)
+    s = scores_of(p, q, count)
+    release(p.k, ring_stage(p.k, count))
     return s
 
 

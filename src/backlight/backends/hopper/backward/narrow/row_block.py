@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from backlight.backends.hopper.backward.dq_convert import dq_half_layout
-from backlight.backends.hopper.backward.key_tiles import OUTSIDE, PLAIN, rows_within, seen_rows
+from backlight.backends.hopper.backward.key_tiles import OUTSIDE, PLAIN, row_limits, rows_within, seen_rows
 from backlight.backends.hopper.barriers import (
     BOTH_GROUPS,
     BOTH_GROUPS_AND_WARP,
@@ -83,7 +83,8 @@ def row_block(p, turn, sums, side, member, i, W: gl.constexpr, MASK: gl.constexp
     # row values are read late: registers are short
     pt = weights(s, p.buffers.lse.index(stage).load(row_l), p.units.scale_log2, True)
     if MASK == OUTSIDE:
-        pt = hidden_out(pt, rows_within(p, turn, s, W * WM, member, i), False)
+        limits = row_limits(p, turn, W * WM, member, gl.SliceLayout(1, s_l), WM)
+        pt = hidden_out(pt, rows_within(p, s, limits, i), False)
     elif MASK != PLAIN:
         pt = hidden_out(pt, seen_rows(p, turn, s, W * WM, i, MASK), False)
     dp = warpgroup_mma_wait(0, deps=[dp_token])
