@@ -88,9 +88,7 @@ def test_every_visible_pair_is_visited(
         torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32) for counts in (row_counts, key_counts)
     )
     # as launches do, more tiles than there are
-    row_tiles, key_tiles = (
-        (sq // BM + len(lengths), sk // BN + len(lengths)) if packed else (row_counts[0], key_counts[0])
-    )
+    row_tiles, key_tiles = (sq // BM + len(lengths), sk // BN + len(lengths)) if packed else (row_counts[0], key_counts[0])
     borders = (cu_q, cu_k, row_starts, key_starts) if packed else ()
     call: Any = SimpleNamespace(
         rows=rows, pos=order, spec=spec, q=torch.empty(masks[0], HEADS, sq, 8), k=torch.empty(masks[0], HEADS, sk, 8)
@@ -103,7 +101,9 @@ def test_every_visible_pair_is_visited(
         for z, (own_sq, own_sk) in enumerate(lengths):
             q0, k0, r0, t0 = (int(x[z]) for x in (cu_q, cu_k, row_starts, key_starts))
             own = visible[q0 : q0 + own_sq, k0 : k0 + own_sk]
-            position = torch.arange(own_sq) if order is None else order[min(m // masks[1], order.shape[0] - 1), q0 : q0 + own_sq]
+            position = (
+                torch.arange(own_sq) if order is None else order[min(m // masks[1], order.shape[0] - 1), q0 : q0 + own_sq]
+            )
             for owner in range(row_counts[z] if of_rows else key_counts[z]):
                 found = torch.zeros_like(own)
                 for other, kind in told(tiles, m, (r0 if of_rows else t0) + owner, (row_tiles, key_tiles), of_rows):

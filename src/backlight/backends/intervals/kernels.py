@@ -1,9 +1,9 @@
 """Small kernels in front of the large ones of a call with a mask by row intervals (math.md section 12).
 
 Kernels read intervals by key tiles: `folded` [masks, key tiles + 1, 2 w, BN], rows counted from the first of the key's own
-sequence, causal and window folded in (eq. 62). Two intervals are disjoint (eq. 61) and come as one with a hole: first, end, first
-and end of the hole. Keys that do not exist and keys that nobody sees have intervals that hold no row; so has every key of the
-last tile, which a program visits that has nothing to visit.
+sequence, causal and window folded in (eq. 62). Two intervals are disjoint (eq. 61) and come as one with a hole: first, end,
+first and end of the hole. Keys that do not exist and keys that nobody sees have intervals that hold no row; so has every key of
+the last tile, which a program visits that has nothing to visit.
 
 Which tiles are visited is a list for each tile that a program owns: live [masks, owned tiles, most]. What has to be masked
 stands at its front, the rest at its end in reverse, so that one sweep fills it; `counts` [masks, owned tiles, 2] says how many

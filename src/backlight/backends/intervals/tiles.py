@@ -116,8 +116,10 @@ def live_tiles(start: Start, call: Call, tiling: Tiling, of_rows: bool) -> LiveT
     start(
         _live_kernel,
         (owned, masks),
-        [extremes, order, order_step, live, counts, packing, *lengths, heads, *reach]
-        + [tiling.key_tiles, tiling.row_tiles, live.shape[-1]],
+        [
+            *(extremes, order, order_step, live, counts, packing, *lengths, heads, *reach),
+            *(tiling.key_tiles, tiling.row_tiles, live.shape[-1]),
+        ],
         {"W": intervals, **flags, "OF_ROWS": of_rows, "BM": tiling.block_m, "BN": tiling.block_n, "CHUNK": CHUNK},
         side,
     )

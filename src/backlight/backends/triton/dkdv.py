@@ -94,9 +94,7 @@ def _dkdv_kernel(
                     # a row may see this key alone
                     at_edge = (n_keys == 1) | at_edge
                 position = i0 + shift + row_lanes
-                p, a = tile_weights(
-                    s, share, 0.0, position, keys, at_edge, intervals, segment, own_packing, geometry, V, BN
-                )
+                p, a = tile_weights(s, share, 0.0, position, keys, at_edge, intervals, segment, own_packing, geometry, V, BN)
                 if WANT_DV:
                     dv = tl.dot(a.to(do.dtype), do, dv, input_precision=V.PRECISION)
                 if WANT_DK:

@@ -1,7 +1,7 @@
 """Device code of masks by row intervals: which tiles a program visits, and which of their pairs are seen.
 
-What kernels read was prepared for them by tiles (`backends/intervals/kernels.py` says how it lies in memory). Without a mask the
-same functions hand out the steps of a span, and nothing is read.
+What kernels read was prepared for them by tiles (`backends/intervals/kernels.py` says how it lies in memory). Without a mask
+the same functions hand out the steps of a span, and nothing is read.
 """
 
 from typing import Any, NamedTuple
@@ -32,8 +32,8 @@ class Intervals(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """Steps of a main loop from start to stop, a tile each. Under a mask the tiles stand in a list of `most` entries: those that
-    are cut at its front, the others at its end in reverse."""
+    """Steps of a main loop from start to stop, a tile each. Under a mask the tiles stand in a list of `most` entries: those
+    that it cuts at the front, the others at the end in reverse."""
 
     start: Any
     stop: Any
