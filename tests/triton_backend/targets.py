@@ -26,6 +26,7 @@ import triton
 from compiling import Launched, recorded
 from triton.backends.compiler import GPUTarget
 
+from backlight.backends.intervals import tiles
 from backlight.backends.triton import config, dbias, delta, dkdv, dq, elastic, forward, small, table
 from backlight.backends.triton import launch as host
 from backlight.backends.triton.backward import backward
@@ -33,7 +34,7 @@ from backlight.backends.triton.device import KIB, Device
 from backlight.call import Call
 from backlight.spec import AttentionSpec
 
-KERNELS = (forward, elastic, delta, dq, dkdv, dbias, table, small)
+KERNELS = (forward, elastic, delta, dq, dkdv, dbias, table, small, tiles)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 # what the cards say of themselves
@@ -60,6 +61,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | dict.fromkeys(("bias", "sink", "tau", "gate"), True),
 }
 VARIANTS["everything,varlen"] = VARIANTS["everything"] | {"varlen": True}
+VARIANTS["mask"] = {"causal": True, "rows": True}
+VARIANTS["mask,pos,bias"] = {"causal": True, "rows": True, "pos": True, "bias": True}
+VARIANTS["mask,everything,varlen"] = VARIANTS["everything,varlen"] | {"rows": True}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # every size that tiles know, and two between them
 SIZES = (16, 64, 128, 40, 32, 256, 192)
@@ -118,6 +122,8 @@ def call_of(combination: Combination) -> Call:
         sink=torch.zeros(4) if spec.sink else None,
         tau=torch.zeros(4) if spec.tau else None,
         gate=gate if spec.gate else None,
+        rows=torch.zeros(1, 4, 4, length, dtype=torch.int32) if spec.rows else None,
+        pos=torch.zeros(1, length, dtype=torch.int32) if spec.pos else None,
         cu_seqlens_q=cu,
         cu_seqlens_k=cu,
     )

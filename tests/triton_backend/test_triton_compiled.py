@@ -14,6 +14,7 @@ from compiling import Launched, recorded
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 
+from backlight.backends.intervals import tiles
 from backlight.backends.triton import dbias, delta, dkdv, dq, elastic, forward, small, table
 from backlight.backends.triton import launch as host
 from backlight.backends.triton.backward import backward
@@ -23,11 +24,17 @@ from backlight.config import override
 from backlight.spec import AttentionSpec
 
 SM80, SM90, GFX942 = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
-KERNELS = (forward, elastic, delta, dq, dkdv, dbias, table, small)
+KERNELS = (forward, elastic, delta, dq, dkdv, dbias, table, small, tiles)
 EVERYTHING = {"causal": True, "window": (100, None), "softcap": 20.0, "bias": True, "sink": True, "tau": True, "gate": True}
+MASK, POS = {"rows": True, "causal": True}, {"rows": True, "pos": True, "causal": True, "bias": True}
+# kernels without a product of tiles
+SMALL = {
+    *("_delta_kernel", "_table_kernel", "_dbias_sums_kernel", "_head_sums_kernel"),
+    *("_fold_kernel", "_live_kernel", "_order_kernel"),
+}
 
 
-def call_of(length: int = 256, d: int = 64, dtype: torch.dtype = torch.bfloat16, **spec: object) -> Call:
+def call_of(length: int = 256, d: int = 64, dtype: torch.dtype = torch.bfloat16, intervals: int = 1, **spec: object) -> Call:
     wanted = AttentionSpec(**spec)  # type: ignore[arg-type]
     q, k, v, gate = (torch.zeros(2, 4, length, d, dtype=dtype) for _ in range(4))
     return Call(
@@ -36,6 +43,8 @@ def call_of(length: int = 256, d: int = 64, dtype: torch.dtype = torch.bfloat16,
         sink=torch.zeros(4) if wanted.sink else None,
         tau=torch.zeros(4) if wanted.tau else None,
         gate=gate if wanted.gate else None,
+        rows=torch.zeros(2, 4, 2 * intervals, length, dtype=torch.int32) if wanted.rows else None,
+        pos=torch.zeros(2, length, dtype=torch.int32) if wanted.pos else None,
     )  # fmt: skip
 
 
@@ -55,7 +64,11 @@ def nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("target", [SM80, pytest.param(GFX942, marks=pytest.mark.slow)], ids=["sm_80", "gfx942"])
-@pytest.mark.parametrize("spec", [{"causal": True}, {"causal": True, "bias": True}], ids=["causal", "bias"])
+@pytest.mark.parametrize(
+    "spec",
+    [{"causal": True}, {"causal": True, "bias": True}, MASK, pytest.param(POS, marks=pytest.mark.slow)],
+    ids=["causal", "bias", "mask", "pos"],
+)
 def test_compiles_elsewhere(target: GPUTarget, spec: dict[str, object]) -> None:
     names = set()
     for launched in launches_of(call_of(**spec)):
@@ -63,7 +76,9 @@ def test_compiles_elsewhere(target: GPUTarget, spec: dict[str, object]) -> None:
         names.add(launched.kernel.fn.__name__)
         assert done.asm["cubin" if target.backend == "cuda" else "hsaco"]
     with_bias = {"_table_kernel", "_dbias_kernel", "_dbias_sums_kernel"} if "bias" in spec else set()
-    assert names == {"_fwd_kernel", "_delta_kernel", "_dq_kernel", "_dkdv_kernel"} | with_bias
+    with_mask = {"_fold_kernel", "_live_kernel"} if "rows" in spec else set()
+    with_pos = {"_order_kernel"} if "pos" in spec else set()
+    assert names == {"_fwd_kernel", "_delta_kernel", "_dq_kernel", "_dkdv_kernel"} | with_bias | with_mask | with_pos
 
 
 @pytest.mark.slow
@@ -74,7 +89,18 @@ def test_what_is_written_in_ptx_compiles_for_ampere(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("nvidia")
-@pytest.mark.parametrize("spec", [{}, {"causal": True}, EVERYTHING], ids=["full", "causal", "everything"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {},
+        {"causal": True},
+        EVERYTHING,
+        MASK,
+        pytest.param(POS | {"intervals": 2}, marks=pytest.mark.slow),
+        pytest.param(EVERYTHING | {"rows": True}, marks=pytest.mark.slow),
+    ],
+    ids=["full", "causal", "everything", "mask", "pos", "mask,everything"],
+)
 def test_hopper_matmuls_are_not_serialised(spec: dict[str, object], tmp_path: object) -> None:
     """A loop that may run zero times, left while a wgmma is in flight, makes ptxas wait after every single one (C7515)."""
     with ExitStack() as forced:
@@ -89,12 +115,12 @@ def test_hopper_matmuls_are_not_serialised(spec: dict[str, object], tmp_path: ob
         command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(source), "-o", str(source.with_suffix(".cubin"))]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         assert not re.findall(r"C75\d\d", log), f"{name}: {log}"
-        if name not in ("_delta_kernel", "_table_kernel", "_dbias_sums_kernel", "_head_sums_kernel"):
+        if name not in SMALL:
             assert "wgmma.mma_async" in ptx
             assert "cp.async.bulk.tensor" in ptx
 
 
-@pytest.mark.parametrize("spec", [{"causal": True}, EVERYTHING], ids=["causal", "everything"])
+@pytest.mark.parametrize("spec", [{"causal": True}, EVERYTHING, POS], ids=["causal", "everything", "pos"])
 def test_lengths_do_not_compile_again(spec: dict[str, object]) -> None:
     """Lengths of 1, odd ones and multiples of 16 meet the same compiled kernels."""
     keys = [
@@ -145,10 +171,10 @@ PRODUCTS = {"_fwd_kernel": 2, "_elastic_kernel": 3, "_dq_kernel": 3, "_dkdv_kern
 
 
 @pytest.mark.usefixtures("nvidia")
-@pytest.mark.parametrize("direct", [False, True])
-def test_a_kernel_is_one_loop_over_tiles(direct: bool) -> None:
+@pytest.mark.parametrize(("direct", "mask"), [(False, False), (True, False), (False, True)])
+def test_a_kernel_is_one_loop_over_tiles(direct: bool, mask: bool) -> None:
     """Edges and the table are branches inside it: a loop for each kind of tile would fill its pipeline again and again."""
-    call = call_of(causal=True, window=(100, None), bias=True, tau=True)
+    call = call_of(causal=True, window=(100, None), bias=True, tau=True, rows=mask)
     with ExitStack() as forced:
         for kernel in kernels_of(call):
             forced.enter_context(override(f"triton.{kernel}", KernelConfig(64, 64, 4, 2, tma=True, direct=direct)))

@@ -28,6 +28,8 @@ QUICK = {
     Combination("sm_120", "everything", 256, "bf16"): "_elastic_kernel",
     Combination("gfx942", "full", 128, "bf16"): "_fwd_kernel",
     Combination("gfx942", "bias", 128, "bf16"): "_dbias_kernel",
+    Combination("sm_90", "mask", 128, "bf16"): "_fwd_kernel",
+    Combination("sm_86", "mask,pos,bias", 128, "bf16"): "_dq_kernel",
 }
 
 

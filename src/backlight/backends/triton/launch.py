@@ -112,12 +112,12 @@ class Launch(Preparing):
 
     @cached_property
     def counts(self) -> Tensor:
-        """Visible keys of rows where kernels cannot count them: of parts [Sq], of masks by row intervals [B|1, Hq|1, Sq]."""
+        """Visible keys of rows where kernels do not count them: of parts [Sq], under a mask [B|1, Hq|1, Sq]."""
         part = self.elastic_part
         if part is not None:
             assert part.n is not None
-            return part.n
-        return intervals.visible_counts(self.call) if self.call.rows is not None and self.call.tau is not None else self.q
+            return compact(part.n)
+        return self.q if self.call.rows is None or self.call.tau is None else intervals.visible_counts(self.call)
 
     @property
     def logit_units(self) -> tuple[float, float]:

@@ -213,7 +213,7 @@ def visible_count(position, segment, packing, geometry, V: tl.constexpr):
 @triton.jit
 def own_counts(packing, b, h, sq, geometry, V: tl.constexpr):
     """`packing` with the n of the rows of one head; sq: rows of q."""
-    if V.INTERVALS > 0 and V.TAU and not V.PART:
+    if V.INTERVALS > 0 and V.TAU:
         n = packing.n + mask_number(b, h, geometry) * sq
         return Packing(packing.cu_q, packing.cu_k, packing.cu_tiles, n)
     return packing

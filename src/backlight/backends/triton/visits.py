@@ -33,7 +33,7 @@ class Intervals(NamedTuple):
 
 class Visits(NamedTuple):
     """Steps of a main loop from start to stop, a tile each. Under a mask the tiles stand in a list of `most` entries: those
-    that are cut at its front, the others at its end in reverse."""
+    that it cuts at the front, the others at the end in reverse."""
 
     start: Any
     stop: Any
