@@ -46,8 +46,6 @@ LATER = (
     "tests/nn/test_transforms.py::test_compiled_in_one_graph_for_every_length[attention]",
     "tests/nn/test_transforms.py::test_compiled_packed_for_every_set_of_lengths[attention]",
     "tests/nn/test_transforms.py::test_fsdp2_takes_the_same_steps",
-    "tests/test_demo.py::test_every_head_moves_within_a_few_steps",
-    "tests/test_demo.py::test_report_fails_on_what_did_not_learn",
     "tests/test_demo.py::test_the_seed_decides_everything",
     "tests/test_private.py::test_without_a_name[None]",
     "tests/test_readme.py::test_example_runs[generation]",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import math
 
@@ -167,7 +168,9 @@ def test_batches_are_passages_of_the_training_part():
 
 @pytest.fixture(scope="module")
 def short_run():
-    return train.train(Console(file=io.StringIO()), steps=4)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(train, "fit", functools.partial(train.fit, batch=8, length=32))
+        return train.train(Console(file=io.StringIO()), steps=4)
 
 
 def test_every_head_moves_within_a_few_steps(short_run):
