@@ -164,13 +164,13 @@ def blocks(size: int | None = None, length: int | None = None, *, starts: Wholes
     length = _needed("blocks", length)
     if (size is None) == (starts is None):
         raise TypeError("blocks needs size or starts, one of them")
-    if starts is None:
-        check_whole("size", size, least=1)
-        own = keys(length, torch.device(device or "cpu"))
-        return one_run(own - own % size, torch.full_like(own, length))
-    begin = per_entry("starts", starts, "n", device)
-    start, _ = _span_of(begin, torch.full_like(begin, length), length)
-    return one_run(start[:, None], torch.full_like(start, length)[:, None])
+    if size is None:
+        begin = per_entry("starts", starts, "n", device)
+        start, _ = _span_of(begin, torch.full_like(begin, length), length)
+        return one_run(start[:, None], torch.full_like(start, length)[:, None])
+    check_whole("size", size, least=1)
+    own = keys(length, torch.device(device or "cpu"))
+    return one_run(own - own % size, torch.full_like(own, length))
 
 
 def chunks(size: int, length: int, *, device: Device = None) -> Mask:
