@@ -31,9 +31,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reference": {"spec", "call", "intervals"},
     "cases": {"spec", "call", "problems"},
     "backends": set(),
-    # no backend: what those that start Triton kernels share
+    # no backends: what those that start Triton kernels share
     "backends.replaying": {"_private", "spec", "call", "config"},
-    "backends.*": {"_private", "spec", "call", "intervals", "config", "errors", "backends.replaying"},
+    "backends.intervals": {"call"},
+    "backends.*": {"_private", "spec", "call", "intervals", "config", "errors", "backends.replaying", "backends.intervals"},
     "registry": {"spec", "call", "errors"},
     "batching": {"spec"},
     "derivatives": set(),
@@ -78,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "",
     },
     # one call with its gradients, drawn from a seed, and what is known about it: for the doctor and the bench
-    "problems": {"spec", "call", "intervals", "reference"},
+    "problems": {"spec", "call", "intervals", "mask", "reference"},
     # attention by others: for the doctor and the bench
     "peers": {"spec", "call", "intervals"},
     # the doctor's rooms: command -> steps -> defects -> subject, and steps -> report; nothing points back
@@ -206,6 +207,7 @@ def test_the_table_would_notice() -> None:
     assert not allowed("backends.tiled.forward", "reference.oracle")
     assert not allowed("backends.triton.forward", "backends.tiled.primitives")
     assert not allowed("backends.replaying.program", "backends.triton.launch")
+    assert not allowed("backends.intervals.tiles", "backends.triton.launch")
     assert allowed("backends.triton.launch", "backends.replaying.program")
     assert not allowed("reference.oracle", "operators")
     assert not allowed("spec", "call")

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from backlight import direct, intervals, operators, registry
+from backlight import direct, operators, registry
 from backlight.arguments import shown
 from backlight.binding import Tensors, Window, bind, bind_like_before, mask_tensors, tensors_given
 from backlight.call import Call
 from backlight.contexts import Context, blocks, innermost
-from backlight.mask import Mask
 from backlight.spec import LEARNED
+
+if TYPE_CHECKING:
+    from backlight.mask import Mask
 
 # of the tiles that `explain` counts
 TILE = (128, 128)
@@ -103,7 +105,8 @@ def attention(
         "softcap": softcap,
         "bias_origin": bias_origin,
     }
-    tensors = (q, k, v, bias, sink, tau, gate, *mask_tensors(mask), None, None)
+    rows, pos = (None, None) if mask is None else mask_tensors(mask)
+    tensors = (q, k, v, bias, sink, tau, gate, rows, pos, None, None)
     return _attend(tensors, options, False, return_lse, backend, context)
 
 
@@ -176,7 +179,8 @@ def attention_varlen(
         "softcap": softcap,
         "bias_origin": bias_origin,
     }
-    tensors = (q, k, v, bias, sink, tau, gate, *mask_tensors(mask), cu_seqlens_q, cu_seqlens_k)
+    rows, pos = (None, None) if mask is None else mask_tensors(mask)
+    tensors = (q, k, v, bias, sink, tau, gate, rows, pos, cu_seqlens_q, cu_seqlens_k)
     return _attend(tensors, options, True, return_lse, backend, context)
 
 
@@ -276,8 +280,14 @@ def explain(
         call, reasons = context.explain(bound, backend)
     wanted = reasons if backend is None else {backend: reasons[backend]}
     chosen = next((name for name, why in wanted.items() if not why), None)
-    tiles = intervals.tile_shares(call, TILE) if call.rows is not None and context is None and not call.rows.is_meta else None
+    tiles = _tile_shares(call) if call.rows is not None and context is None and not call.rows.is_meta else None
     return Explanation(chosen, None if chosen is None else registry.get(chosen).config(call), reasons, tiles)
+
+
+def _tile_shares(call: Call) -> tuple[float, float, float]:
+    from backlight import intervals
+
+    return intervals.tile_shares(call, TILE)
 
 
 def call_of(

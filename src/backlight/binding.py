@@ -18,7 +18,6 @@ from backlight._private.torch import any_autocast
 from backlight.arguments import shown
 from backlight.call import Call, Memory, call_with, layout_of
 from backlight.checking import check, check_is_tensor, check_ranks
-from backlight.mask import Mask
 from backlight.spec import LARGEST, SEQUENCE_OF, TENSOR_NAMES, TENSORS, TERM_NAMES, AttentionSpec
 
 Window = tuple[int | None, int | None]
@@ -42,8 +41,9 @@ def tensors_given(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, 
 
 def mask_tensors(mask: Any) -> tuple[Any, Any]:
     """The tensors of a mask, which is one term for the caller and two for the call."""
-    if mask is None:
-        return None, None
+    # who has a mask has loaded them
+    from backlight.mask import Mask
+
     if not isinstance(mask, Mask):
         advice = "; backlight.mask.from_dense makes one of a boolean tensor" if isinstance(mask, Tensor) else ""
         raise TypeError(f"mask must be a backlight.mask.Mask or None, got {shown(mask)}{advice}")

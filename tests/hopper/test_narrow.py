@@ -59,7 +59,7 @@ def test_tiles(case: Case, persistent: bool, late: bool) -> None:
 
 
 MUTANTS = {
-    "dq left behind": ("                    tma.store_wait(0)\n", ""),
+    "dq left behind": ("dq_memory(p, W))\n        tma.store_wait(0)\n    mbarrier", "dq_memory(p, W))\n    mbarrier"),
     "dk and dv left behind": ("        tma.store_wait(0)\n        mbarrier", "        mbarrier"),
     "ds of another block": ("    before = (count & 1) ^ 1\n", "    before = count & 1\n"),
     "dq never full": ("    bar_arrive(NARROW_DQ_FULL + W, GROUP_AND_WARP)\n    bar_arrive", "    bar_arrive"),

@@ -65,6 +65,6 @@ def counts(call: Call, shards: Shards, rank: int) -> Tensor:
     device = call.q.device
     if call.rows is None:
         return shards.counts(rank, device)
-    cu_q, cu_k = (None if cu is None else torch.tensor(cu, device=device) for cu in (shards.cu_q, shards.cu_k))
+    cu_q, cu_k = (None, None) if shards.borders is None else (torch.tensor(cu, device=device) for cu in shards.borders)
     found = row_counts(call.rows, call.pos, shards.spec, shards.sq, shards.sk, cu_q, cu_k)
     return cut(found, 2, shards.rows(rank)).contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -79,93 +80,73 @@ def _u_counting_hidden(m, v, own):
     return STAGES["u"].compute(m, v, own.sum(dim=-1, keepdim=True))
 
 
+_interval = partial(Defect, family="masks", needs=has("rows"), demo=DEMO)
+
 DEFECTS = [
-    Defect(
+    _interval(
         "interval-end-inclusive",
         "the mask's intervals are read one row too far: the row at which a key ends still sees it",
         "the comparison is i <= end where it must be i < end",
-        "masks",
         "s",
         "o is wrong in single rows, those at the end of an interval; identities hold",
-        "mutant",
         "Lower every end by one: the comparison must turn healthy.",
-        needs=has("rows"),
         variants=always(Mutant(sees=moved(end=1)), Mutant(sees=moved(end=1, joined=True))),
-        demo=DEMO,
     ),
-    Defect(
+    _interval(
         "interval-first-exclusive",
         "the mask's intervals begin one row too late: the first row that may see a key does not",
         "the comparison is first < i where it must be first <= i",
-        "masks",
         "s",
         "o is wrong in single rows, those at the beginning of an interval; identities hold",
-        "mutant",
         "Lower every first by one: the comparison must turn healthy.",
-        needs=has("rows"),
         variants=always(Mutant(sees=moved(first=1)), Mutant(sees=moved(first=1, joined=True))),
-        demo=DEMO,
     ),
-    Defect(
+    _interval(
         "interval-second-forgotten",
         "of a key's two intervals only the first is read",
         "the kernel was written for masks of one interval",
-        "masks",
         "s",
         "o is wrong in all rows of a second interval; identities hold",
-        "mutant",
         "Pass a mask of one interval: the comparison must turn healthy.",
         needs=two_intervals,
         variants=always(Mutant(sees=without_second())),
-        demo=DEMO,
     ),
-    Defect(
+    _interval(
         "interval-other-head",
         "heads read the mask of another head",
         "the stride of heads is left out of the mask's address, or another head's index is in it",
-        "masks",
         "s",
         "o is wrong in some heads; identities hold",
-        "mutant",
         "Give all heads the same mask: the comparison must turn healthy.",
         needs=several(1),
         variants=always(Mutant(sees=of_the_first(1)), Mutant(sees=of_the_next(1))),
-        demo=DEMO,
     ),
-    Defect(
+    _interval(
         "interval-other-batch",
         "batch entries read the mask of another entry",
         "the stride of the batch is left out of the mask's address",
-        "masks",
         "s",
         "o is wrong in all batch entries but one; identities hold",
-        "mutant",
         "Examine the first batch entry by itself: the comparison must turn healthy.",
         needs=several(0),
         variants=always(Mutant(sees=of_the_first(0)), Mutant(sees=of_the_next(0))),
-        demo=DEMO,
     ),
-    Defect(
+    _interval(
         "interval-backward",
         "the backward ignores the mask: gradients flow through keys the forward could not see",
         "the mask is applied in the forward only",
-        "masks",
         "p (bwd)",
         "I2 and I3 fail, I1 holds; weights of hidden keys in the backward",
-        "mutant; tomography of the backward's weights",
         "Change a key that no row may see: dq must change too.",
-        needs=has("rows"),
+        confirm="mutant; tomography of the backward's weights",
         variants=always(Mutant(sees_backward=everything())),
-        demo=DEMO,
     ),
-    Defect(
+    _interval(
         "interval-count",
         "the elastic softmax divides tau by keys that the mask hides",
         "n is counted from causal and window, and not from the mask",
-        "masks",
         "m",
         "o and lse: lse is right, o is wrong wherever the mask hides a key",
-        "mutant",
         "Set tau to 0: the comparison must turn healthy.",
         needs=both(has("rows"), has("tau")),
         variants=always(
