@@ -33,7 +33,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backends": set(),
     # no backend: what those that start Triton kernels share
     "backends.replaying": {"_private", "spec", "call", "config"},
-    "backends.*": {"_private", "spec", "call", "intervals", "config", "errors", "backends.replaying"},
+    "backends.intervals": {"spec", "call"},
+    "backends.*": {
+        *("_private", "spec", "call", "intervals", "config", "errors"),
+        *("backends.replaying", "backends.intervals"),
+    },
     "registry": {"spec", "call", "errors"},
     "batching": {"spec"},
     "derivatives": set(),
