@@ -56,10 +56,12 @@ def test_a_call_is_cut_along_all_its_axes() -> None:
         "tau": (2,),
         "gate": (1, 2, 5, 6),
     }
+    assert (part.rows.shape, part.pos.shape) == ((1, 2, 4, 7), (1, 5))
 
 
 def test_shapes_are_told_as_the_table_has_them() -> None:
-    assert SHAPES == {"bias": "[Hq, n]", "sink": "[Hq]", "tau": "[Hq]", "gate": "[B, Hq, Sq, Dv]"}
+    learned = {"bias": "[Hq, n]", "sink": "[Hq]", "tau": "[Hq]", "gate": "[B, Hq, Sq, Dv]"}
+    assert learned | {"rows": "[B, Hq, 2 or 4, Sk]", "pos": "[B, Sq]"} == SHAPES
 
 
 def test_a_term_that_nobody_can_draw_is_refused() -> None:

@@ -72,6 +72,8 @@ def run_sharded(problem: Problem, context: ContextParallel, **changes: object) -
     own = {n: context.shard(x, dim).clone() if n in ALONG_SEQUENCE else x.clone() for n, x in whole.items()}
     own = {n: x.requires_grad_() for n, x in own.items()}
     keywords = options(call) | {"return_lse": True, "context": context} | changes
+    if keywords["mask"] is not None:
+        keywords["mask"] = context.shard_mask(keywords["mask"])
     if call.varlen:
         y, lse = backlight.attention_varlen(**own, cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k, **keywords)
         dy, dlse = problem.dy[0].transpose(0, 1), None if problem.dlse is None else problem.dlse[0]
@@ -103,12 +105,13 @@ def against_oracle(name: str, layout: str, strategy: str, dtype: torch.dtype, ra
 
 
 # variants one at a time are slow checks here; `test_simulated.py` runs them in one process by default
-for case in (*SINGLES, *TOGETHER):
+MASKED = tuple(BY_NAME[name] for name in ("mask,everything,sq<sk", "mask,everything,batched,sq>sk", "mask,pos,causal"))
+for case in (*SINGLES, *TOGETHER, *MASKED):
     for layout, strategy in (("zigzag", "ring"), ("contiguous", "ring"), ("zigzag", "all_to_all")):
         for dtype in (FP32, BF16):
             # two key heads: all-to-all has one for each of two ranks
             worlds = (2,) if strategy == "all_to_all" else (1, 2, 4)
-            default = case in TOGETHER and (layout, dtype) == ("zigzag", FP32)
+            default = case in (*TOGETHER, *MASKED) and (layout, dtype) == ("zigzag", FP32)
             key = f"{case.name}; {layout}; {strategy}; {DTYPE_NAMES[dtype]}"
             check(worlds, key, slow=not default)(functools.partial(against_oracle, case.name, layout, strategy, dtype))
 

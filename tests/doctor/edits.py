@@ -67,6 +67,9 @@ STRICT = (
     "        i = torch.arange(tile.i0, tile.i1).repeat_interleave(group)[:, None] + sk - sq\n"
     "        return tile_values.masked_fill_(i == torch.arange(tile.j0, tile.j1)[None, :], -math.inf)"
 )
+OWN_INTERVALS = "rows = rows[:, slab.g0 * group : slab.g1 * group]"
+READ_INTERVALS = "self.intervals = Intervals(call, slab) if call.rows is not None else None"
+COUNT_VISIBLE = "self.counts = None if call.rows is None else _counts_of_heads(call)[..., None]"
 SINK_SHARE = "torch.exp(block.repeat_positions(heads_of(call.sink, slab, group, dtype)) - lse)"
 SCORE_WITH_BIAS = f"((torch.log2(p.clamp(min=1e-37)) + lse2[:, part]) * {LN2} / call.spec.softcap)"
 EARLIEST = "lse2 = torch.full_like(lse2, -math.inf)"
@@ -215,6 +218,16 @@ MASKS: dict[str, list[Edit]] = {
     "varlen-short": [Edit("config", KEYS, f"{KEYS}\n    end = min(end, sk - 1)")],
 }
 
+INTERVALS: dict[str, list[Edit]] = {
+    "interval-end-inclusive": [Edit("intervals", "(at < end)", "(at <= end)")],
+    "interval-first-exclusive": [Edit("intervals", "(first <= at)", "(first < at)")],
+    "interval-second-forgotten": [Edit("intervals", "call.rows[..., z.k0 : z.k1]", "call.rows[:, :, :2, z.k0 : z.k1]")],
+    "interval-other-head": [Edit("intervals", OWN_INTERVALS, OWN_INTERVALS.replace("rows[:,", "rows.roll(-1, 1)[:,", 1))],
+    "interval-other-batch": [Edit("intervals", "rows[slab.b0 : slab.b1] if rows", "rows[:1] if rows")],
+    "interval-backward": [Edit("primitives", READ_INTERVALS, "self.intervals = None", BACKWARD)],
+    "interval-count": [Edit("primitives", COUNT_VISIBLE, "self.counts = None")],
+}
+
 HEADS: dict[str, list[Edit]] = {
     "gqa-last-writer": [
         backward(DK, f"add_product_(dk[:, :, keys], scores.q[:, part][:, {MEMBER}].mT, dx[:, {MEMBER}])"),
@@ -356,4 +369,4 @@ TERMS: dict[str, list[Edit]] = {
     "gate-delta": [backward("do = do * weight", f"do = do * weight\n        {DELTA}")],
 }
 
-EDITS = SCALE | MASKS | HEADS | ROWS | TERMS
+EDITS = SCALE | MASKS | INTERVALS | HEADS | ROWS | TERMS

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edits import EDITS, Edit
+from edits import BOTH, EDITS, Edit
 
 import backlight
 from backlight.backends.tiled import TiledBackend
@@ -28,17 +28,19 @@ from backlight.doctor.defects.catalogue import get
 from backlight.doctor.subject.subject import Subject
 
 PACKAGE = "backlight.backends.tiled"
-SHARED = ("config", "primitives")
+# in the order of their imports
+SHARED = ("config", "intervals", "primitives")
 NOT_INJECTED = {"do-in-flight": "a CPU finishes dO before it calls the backward; the broken kernel shows it on a GPU"}
 
 
 def ours(
-    q, k, v, *, causal=False, window=None, scale=None, softcap=None, bias=None, bias_origin=0, sink=None, tau=None, gate=None
+    q, k, v, *, causal=False, window=None, scale=None, softcap=None, bias=None, bias_origin=0, sink=None, tau=None, gate=None,
+    mask=None,
 ):  # fmt: skip
     """The public call on the tiled backend, with its lse."""
     return backlight.attention(
         q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, bias=bias, bias_origin=bias_origin, sink=sink,
-        tau=tau, gate=gate, return_lse=True, backend="tiled",
+        tau=tau, gate=gate, mask=mask, return_lse=True, backend="tiled",
     )  # fmt: skip
 
 
@@ -134,12 +136,18 @@ def edited_modules(edits: list[Edit]) -> dict[str, types.ModuleType]:
             assert edit.old in text, f"the text to break is gone from {edit.module}.py: {edit.old!r}"
             texts[direction, edit.module] = text.replace(edit.old, edit.new)
     found = {}
+    # the backward reads the forward: imported for the first time in here, that would be a forward with the defect
+    for direction in BOTH:
+        importlib.import_module(f"{PACKAGE}.{direction}")
     for direction in {direction for direction, _ in texts}:
         originals = {name: importlib.import_module(f"{PACKAGE}.{name}") for name in SHARED}
         try:
             for name in SHARED:
-                if (direction, name) in texts:
-                    sys.modules[f"{PACKAGE}.{name}"] = _module(name, texts[direction, name])
+                # primitives read the intervals of a mask
+                again = name == "primitives" and (direction, "intervals") in texts
+                if (direction, name) in texts or again:
+                    text = texts.get((direction, name)) or _source(name)
+                    sys.modules[f"{PACKAGE}.{name}"] = _module(name, text)
             found[direction] = _module(direction, texts.get((direction, direction)) or _source(direction))
         finally:
             sys.modules.update({f"{PACKAGE}.{name}": module for name, module in originals.items()})

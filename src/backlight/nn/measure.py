@@ -34,7 +34,7 @@ def statistics(model: nn.Module) -> Iterator[dict[str, AttentionStatistics]]:
         def hook(layer: Attention, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             if options.get("cache") is not None:
                 raise ValueError("cache must be None where statistics are taken, got a KVCache: they are of a whole pass")
-            given = {each: options.get(each) for each in ("cu_seqlens", "positions", "mask")}
+            given: dict[str, Any] = {each: options.get(each) for each in ("cu_seqlens", "positions", "mask")}
             found[name] = layer_statistics(layer, *args, **given)
 
         return hook

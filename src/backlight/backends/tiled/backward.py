@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backlight.backends.tiled.config import Slab, config_of, row_blocks, slabs
+from backlight.backends.tiled.config import Slab, config_of, row_blocks, slabs, tiles
 from backlight.backends.tiled.forward import base2
 from backlight.backends.tiled.primitives import (
     Block,
@@ -130,7 +130,7 @@ def _backward_slab(
         scores.start(block)
         do = do_exact.to(scores.operand)
         dq = torch.zeros_like(scores.q, dtype=dtype)
-        for tile in scores.tiles(block, config):
+        for tile in scores.visited(tiles(call.spec, i0, i1, z.sq, z.sk, config)):
             part, keys = block.part(tile), slice(tile.j0, tile.j1)
             p = scores.tile(tile).sub_(lse2[:, part]).exp2_()
             a, m = p, None

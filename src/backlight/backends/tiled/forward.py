@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from backlight.backends.tiled.config import Slab, Tile, config_of, row_blocks, slabs
+from backlight.backends.tiled.config import Slab, Tile, config_of, row_blocks, slabs, tiles
 from backlight.backends.tiled.primitives import Block, Elastic, Scores, Workspace, add_product_, heads_of, keys_of
 from backlight.call import Call
 from backlight.config import Config
@@ -43,7 +43,7 @@ def _forward_slab(
     sink = None if call.sink is None else heads_of(call.sink, slab, call.group, call.accumulator_dtype)
     for i0, i1 in row_blocks(z.sq, config):
         block = Block(slab, call.group, i0, i1)
-        block_tiles = scores.tiles(block, config)
+        block_tiles = scores.visited(tiles(call.spec, i0, i1, z.sq, z.sk, config))
         scores.start(block)
         if known_lse is None:
             block_lse, o = _softmax_sweep(scores, v, sink, block_tiles, with_output=elastic is None)

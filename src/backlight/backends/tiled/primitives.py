@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from backlight import intervals
-from backlight.backends.tiled.config import Slab, Tile, tiles
+from backlight.backends.tiled.config import Slab, Tile
 from backlight.backends.tiled.intervals import Intervals
 from backlight.call import Call
-from backlight.config import Config
 from backlight.spec import LN2, LOG2E, AttentionSpec
 
 # --- matmuls: operands as they are, accumulation in fp32 (or fp64) -----------------------------------------------------------
@@ -190,17 +189,16 @@ class Scores:
         """-inf where the spec or the mask hides a key; touches only the rectangles that an edge crosses."""
         sq, sk, group = self.segment.sq, self.segment.sk, self.block.group
         window = self.spec.left, self.spec.right
+        if self.intervals is not None:
+            self.intervals.mask_(tile_values, tile)
         for i0, i1, j0, j1 in self.spec.edges(tile.i0, tile.i1, tile.j0, tile.j1, sq, sk):
             bound = _bound(window, i0 + sk - sq - j0, i1 - i0, j1 - j0, group, self.dtype, self.q.device)
             part = tile_values[:, (i0 - tile.i0) * group : (i1 - tile.i0) * group, j0 - tile.j0 : j1 - tile.j0]
             torch.minimum(part, bound, out=part)
-        if self.intervals is not None:
-            self.intervals.mask_(tile_values, tile)
         return tile_values
 
-    def tiles(self, block: Block, config: Config) -> list[Tile]:
-        """The tiles of a block that hold anything, in key order."""
-        found = tiles(self.spec, block.i0, block.i1, self.segment.sq, self.segment.sk, config)
+    def visited(self, found: list[Tile]) -> list[Tile]:
+        """Without the tiles that the mask leaves nothing of."""
         return found if self.intervals is None else self.intervals.visited(found)
 
 

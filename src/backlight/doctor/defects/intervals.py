@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from backlight import intervals
 from backlight.call import Call
 from backlight.doctor.defects.defect import Defect, always, both, has
 from backlight.doctor.defects.mutants import Mutant, with_call
@@ -21,13 +22,16 @@ def _rows(call: Call) -> Tensor:
     return call.rows
 
 
-def moved(first: int = 0, end: int = 0) -> Callable[[Call], Call]:
-    """The call with all ends moved by some rows."""
+def moved(first: int = 0, end: int = 0, joined: bool = False) -> Callable[[Call], Call]:
+    """The call with all ends moved by some rows; `joined`: those of disjoint intervals (eq. 61), empty ones not."""
 
     def rows(call: Call) -> Tensor:
-        given = _rows(call)
-        by = torch.tensor([first, end], dtype=torch.int32, device=given.device).repeat(given.shape[2] // 2)
-        return given + by[:, None]
+        given = intervals.disjoint(_rows(call)) if joined else _rows(call)
+        by = torch.tensor([first, end], dtype=torch.int32, device=given.device).repeat(given.shape[2] // 2)[:, None]
+        if not joined:
+            return given + by
+        starts, ends = intervals.pairs(given)
+        return torch.where((starts < ends).repeat_interleave(2, dim=2), given + by, given)
 
     return with_call(rows=rows)
 
@@ -86,7 +90,7 @@ DEFECTS = [
         "mutant",
         "Lower every end by one: the comparison must turn healthy.",
         needs=has("rows"),
-        variants=always(Mutant(sees=moved(end=1))),
+        variants=always(Mutant(sees=moved(end=1)), Mutant(sees=moved(end=1, joined=True))),
         demo=DEMO,
     ),
     Defect(
@@ -99,7 +103,7 @@ DEFECTS = [
         "mutant",
         "Lower every first by one: the comparison must turn healthy.",
         needs=has("rows"),
-        variants=always(Mutant(sees=moved(first=1))),
+        variants=always(Mutant(sees=moved(first=1)), Mutant(sees=moved(first=1, joined=True))),
         demo=DEMO,
     ),
     Defect(

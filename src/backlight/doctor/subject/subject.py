@@ -255,7 +255,9 @@ class Subject:
         for name, value in wanted.items():
             spelled = next((word for word in KEYWORDS[name] if word in accepted), None)
             if spelled is not None:
-                extras[spelled] = value if spelled != MASK else Mask(call.rows, call.pos)
+                extras[spelled] = value
+        if MASK in extras and call.rows is not None:
+            extras[MASK] = Mask(call.rows, call.pos)
         for name, value in (("causal", call.spec.causal), ("scale", call.scale)):
             spelled = next((word for word in KEYWORDS[name] if word in accepted), None)
             if spelled is not None and spelled not in extras and _surprising_default(self.forward, spelled):
