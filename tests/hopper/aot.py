@@ -57,13 +57,18 @@ class Report:
         return f"{self.kernel}: {facts}, warnings {self.warnings}"
 
 
-def compile_kernel(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Report:
+def through_triton(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+    """The compiled kernel, and the options that Triton made of those asked for."""
     backend = make_backend(TARGET)
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, chosen = binder(*args, **options)
     chosen, signature, constexprs, attrs = kernel._pack_args(backend, dict(options), bound, specialization, chosen)
     source = GluonASTSource if kernel.is_gluon() else ASTSource
-    done = triton.compile(source(kernel, signature, constexprs, attrs), target=TARGET, options=chosen.__dict__)
+    return triton.compile(source(kernel, signature, constexprs, attrs), target=TARGET, options=chosen.__dict__), chosen
+
+
+def compile_kernel(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Report:
+    done, chosen = through_triton(kernel, args, options)
     log = ptxas_log(done.asm["ptx"], chosen.ptx_options)
     text = disassembly(done.asm["cubin"])
     return Report(
@@ -105,7 +110,10 @@ def disassembly(cubin: bytes) -> str:
 
 class Compilation:
     def __init__(self, kernel: Any, reports: list[Report]):
-        self.kernel, self.reports = kernel, reports
+        self.kernel, self.fn, self.reports = kernel, kernel.fn, reports
+
+    def warmup(self, *args: Any, grid: tuple[int, ...], **options: Any) -> Any:
+        return through_triton(self.kernel, args, options)[0]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, **options: self.reports.append(compile_kernel(self.kernel, args, options))
