@@ -109,7 +109,12 @@ INTERFACES = (
             "query": [*NO_TENSOR, (floats(4, 5, 8), "(4, 5, 8)"), (QUERY.long(), "int64")],
             "key": [*NO_TENSOR, (floats(2, 5, 8), "(2, 5, 8)"), (floats(2, 3, 5, 8), "3")],
             "value": [*NO_TENSOR, (floats(2, 2, 6, 8), "6")],
-            "attention_mask": [*NO_TENSOR, (floats(2, 1, 5, 5), "(2, 1, 5, 5)"), (numbers(1, 1), "(2,)")],
+            "attention_mask": [
+                *NO_TENSOR,
+                (floats(2, 1, 5, 5) - 1, "(2, 1, 5, 5)"),
+                (floats(2, 1, 5, 4), "(2, 1, 5, 4)"),
+                (numbers(1, 1), "(2,)"),
+            ],
             "dropout": [*NO_NUMBER, (0.1, "0.1"), (-1, "-1"), (None, "None")],
             "scaling": [("2", "str"), (float("nan"), "nan")],
             "is_causal": NO_FLAG[:2],

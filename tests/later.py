@@ -52,6 +52,7 @@ LATER = (
     "tests/test_readme.py::test_example_runs[generation]",
     "tests/test_readme.py::test_example_runs[packed_sequences]",
     "tests/test_readme.py::test_example_runs[see_the_backward]",
+    "tests/test_readme.py::test_example_runs[shared_prompt]",
     "tests/test_readme.py::test_example_runs[train_lm]",
     "tests/test_readme.py::test_example_runs[train_long_context]",
     "tests/test_readme.py::test_example_runs[with_transformers]",
