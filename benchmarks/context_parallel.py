@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import backlight
 from backlight import api
-from backlight.call import Call, Part
+from backlight.call import Call, Part, counting_tensors
 from backlight.distributed import ContextParallel
 from backlight.distributed.autograd import Options, backward
 from backlight.distributed.blocks import Shards
@@ -97,7 +97,7 @@ def calls(world: int, length: int) -> dict[str, Work]:
         own = tuple(context.shard(x, 2).contiguous() for x in inputs(length))
         chosen, call, _ = context.prepare(api._bind, own, {"causal": True}, None)
         y, _, kept = chosen.forward(call)
-        options = Options(call.spec, None, None, False, True)
+        options = Options(call.spec, counting_tensors(call), False, True)
         found[f"{strategy} {layout} forward"] = lambda chosen=chosen, call=call: chosen.forward(call)
         found[f"{strategy} {layout} backward"] = lambda chosen=chosen, options=options, kept=kept, y=y: backward(
             chosen, options, tuple(kept), y, None, GRADIENTS

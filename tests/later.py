@@ -28,6 +28,7 @@ LATER = (
     "tests/integrations/test_transformers_compiled.py::test_compiled_with_position_bias",
     "tests/integrations/test_transformers_compiled.py::test_compiled_without_a_cache[llama-left",
     "tests/integrations/test_transformers_compiled.py::test_compiled_without_a_cache[mistral",
+    "tests/integrations/test_transformers_masks.py::test_compiled_intervals",
     "tests/interpreted/test_triton.py::test_blocks[bias,s=200-(16, 64)]",
     "tests/interpreted/test_triton.py::test_blocks[everything,s=200-(16, 64)]",
     "tests/interpreted/test_triton.py::test_blocks[everything,s=200-(64, 64)]",

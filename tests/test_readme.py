@@ -25,7 +25,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 # pages of which a test of their own runs the code
 ELSEWHERE = {"doctor.md": "tests/doctor/test_report_docs.py"}
 CODE_PAGES = [page for page in PAGES[1:] if page.name not in ELSEWHERE and BLOCK.search(page.read_text())]
-NEEDS = {"layers.md": "transformers"}
+NEEDS = {"layers.md": "transformers", "masks.md": "transformers"}
 # examples that take arguments: a short run
 ARGUMENTS = {"train_lm": ["--steps", "40", "--out", "{tmp}"]}
 LINKS = [

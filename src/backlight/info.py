@@ -63,6 +63,9 @@ def devices() -> Iterator[tuple[str, str]]:
         yield f"cuda:{index}", f"{found.name}, {kind}, {found.total_memory / 2**30:.0f} GiB"
         tiles: Any = registry.get("triton")
         yield f"cuda:{index} triton", tiles.table_in_use(torch.device("cuda", index))
+        hopper: Any = registry.get("hopper")
+        if (found.major, found.minor) == (9, 0) and not hopper.available():
+            yield f"cuda:{index} hopper", hopper.code_in_use()
     if torch.backends.mps.is_available():
         yield "mps", "Apple Metal"
 

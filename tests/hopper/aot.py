@@ -60,7 +60,8 @@ class Report:
         return f"{self.kernel}: {facts}, warnings {self.warnings}"
 
 
-def compile_kernel(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Report:
+def through_triton(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+    """The compiled kernel, and what ptxas said of it."""
     backend = make_backend(TARGET)
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, chosen = binder(*args, **options)
@@ -71,7 +72,11 @@ def compile_kernel(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) 
         knobs.nvidia.dump_ptxas_log = True
         done = triton.compile(source(kernel, signature, constexprs, attrs), target=TARGET, options=chosen.__dict__)
     # a kernel from Triton's cache was compiled without a word
-    log = said.getvalue() or ptxas_log(done.asm["ptx"], chosen.ptx_options)
+    return done, said.getvalue() or ptxas_log(done.asm["ptx"], chosen.ptx_options)
+
+
+def compile_kernel(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Report:
+    done, log = through_triton(kernel, args, options)
     text = disassembly(done.asm["cubin"])
     return Report(
         kernel=kernel.fn.__name__,
@@ -112,7 +117,10 @@ def disassembly(cubin: bytes) -> str:
 
 class Compilation:
     def __init__(self, kernel: Any, reports: list[Report]):
-        self.kernel, self.reports = kernel, reports
+        self.kernel, self.fn, self.reports = kernel, kernel.fn, reports
+
+    def warmup(self, *args: Any, grid: tuple[int, ...], **options: Any) -> Any:
+        return through_triton(self.kernel, args, options)[0]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, **options: self.reports.append(compile_kernel(self.kernel, args, options))

@@ -121,6 +121,9 @@ def examine(variant: Variant) -> None:
             continue
         for opcode in NEEDED.get(report.kernel, ()):
             assert report.has(opcode), f"{report}: no {opcode}"
+        if report.kernel == main:
+            # what ptxas adds where the end of a group of matmuls is apart from the last of them
+            assert "HGMMA.64x8x16" not in report.sass, f"{report}: an empty matmul"
         if report.kernel == "_bwd_kernel":
             # dq tiles through shared memory; from the registers of wide heads, 16 bytes at a time
             assert report.has("UTMAREDG") == (not split and variant.width <= 128), str(report)

@@ -436,7 +436,11 @@ def test_functions_of_a_warmed_call(machine: Machine, blocks: Blocks) -> None:
 # --- without the internals of Triton and torch -------------------------------------------------------------------------------
 
 # what is asked of the compiler, which no launch needs
-COMPILER = ["triton.backends.nvidia.compiler.CUDAOptions", "triton.backends.nvidia.compiler.get_ptxas"]
+COMPILER = [
+    "triton.backends.nvidia.compiler.CUDAOptions",
+    "triton.backends.nvidia.compiler.get_ptxas",
+    "triton.runtime.cache.get_cache_manager",
+]
 LAUNCHES = [
     name for name, cost in private_triton.NAMES.costs.items() if name not in COMPILER and "hopper backend" not in cost.without
 ]
@@ -484,13 +488,15 @@ def test_launches_without_a_mode_of_torch(machine: Machine, monkeypatch: pytest.
 
 
 def test_compilations_without_a_name_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is asked for that this Triton may not have, and a record names no assembler of its."""
+    """Nothing is asked for that this Triton may not have, a record names no assembler of its, and no PTX is rewritten."""
     assert "maxnreg" in private_triton.compiler_options
     assert private_triton.assembler()
-    options, assembler = COMPILER
+    options, assembler, cache = COMPILER
     assert not door_without(options, monkeypatch).compiler_options
     monkeypatch.undo()
     assert door_without(assembler, monkeypatch).assembler() is None
+    monkeypatch.undo()
+    assert door_without(cache, monkeypatch).kernel_cache is None
 
 
 @pytest.mark.parametrize("name", [name for name in private_triton.NAMES.costs if name not in LAUNCHES + COMPILER])

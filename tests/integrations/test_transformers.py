@@ -211,26 +211,6 @@ def test_dropout_is_refused() -> None:
     refused(transformers.LlamaForCausalLM(config).train(), "no attention dropout, got 0.1")
 
 
-def test_dense_masks_are_refused() -> None:
-    dense = torch.zeros(B, 1, S, S).masked_fill(torch.ones(S, S).triu(1).bool(), -1e9)
-    refused(made(llama), r"padding masks \[batch, length\], not dense masks, got shape \(3, 1, 12, 12\)", attention_mask=dense)
-
-
-def test_other_masks_are_refused() -> None:
-    """Chunked attention (Llama 4) hides more than causal: taking it for causal would be silently wrong."""
-    from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function, or_masks
-
-    from backlight.integrations.transformers import attention_mask
-
-    for function, name in (
-        (chunked_causal_mask_function(4, torch.zeros(B, dtype=torch.long)), "chunked_overlay"),
-        (or_masks(causal_mask_function, causal_mask_function), "or_masks"),
-        (lambda b, h, q, k: k <= q, "test_other_masks_are_refused"),
-    ):
-        with pytest.raises(NotImplementedError, match=f"no equivalent of the mask '{name}'"):
-            attention_mask(B, S, S, mask_function=function)
-
-
 def test_gaps_are_refused_where_distance_matters() -> None:
     mask = torch.ones(B, S, dtype=torch.long)
     mask[1, 4:6] = 0

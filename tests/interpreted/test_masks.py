@@ -154,11 +154,11 @@ def test_nothing_is_seen() -> None:
 
 
 def test_positions_of_any_size() -> None:
-    """Positions and ends far beyond the range of kernels compare as the outermost ones within it."""
+    """Ends within the range of kernels are exact beside positions of any size, and the outermost ends leave nothing out."""
     edge = NO_ROW.value
     pos = torch.tensor([-(2**31), -edge - 1, -edge, -5, 0, 5, edge - 1, 2**31 - 2], dtype=torch.int32).repeat(5)
-    first = torch.tensor([-(2**31), -edge, -5, 0, 6], dtype=torch.int32).repeat(8)
-    end = torch.tensor([2**31 - 1, 6, edge, 0, 2**31 - 1, 1], dtype=torch.int32).repeat(7)[:40]
+    first = torch.tensor([-(2**31), 1 - edge, -5, 0, 6], dtype=torch.int32).repeat(8)
+    end = torch.tensor([2**31 - 1, 6, edge - 1, 0, 2**31 - 1, 1], dtype=torch.int32).repeat(7)[:40]
     problem = masked(Case("far", b=1, d=16, sq=40, sk=40), rows(first, end, pos=pos))
     with tiles(16, 16):
         verdict = verdict_of(problem)

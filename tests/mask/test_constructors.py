@@ -393,6 +393,8 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: mask.from_mask_mod(3, None, None, 2, 2, "cpu"), "mask_mod must be a function"),
     (lambda: mask.from_mask_mod(lambda b, h, q, k: q, None, None, 2, 2, "cpu"), "mask_mod must return a boolean tensor"),
     (lambda: mask.from_mask_mod(lambda b, h, q, k: q == k, 0, None, 2, 2, "cpu"), "B must be an int >= 1 or None, got 0"),
+    (lambda: mask.chunks(2, 3, device="gpu7"), "device must be a torch.device, its name or None, got 'gpu7'"),
+    (lambda: mask.documents([0], device=2.5), "device must be a torch.device, its name or None, got 2.5"),
     (lambda: Mask(INT), r"rows must be \[B, H, ends, Sk\], got shape \(3,\)"),
     (lambda: Mask(INT.int()[None, None].expand(1, 3, 3)[None]), "rows must hold 2 or 4 ends of each key"),
     (lambda: Mask(torch.zeros(1, 1, 2, 3)), "rows must be int32, got torch.float32"),

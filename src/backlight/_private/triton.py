@@ -32,6 +32,7 @@ NAMES = Names(
         "triton.experimental.gluon.language._core._unwrap_if_constexpr": Cost(_NO_HOPPER, gpu=True),
         "triton._C.libtriton.ir": Cost(_NO_HOPPER, gpu=True),
         "triton.backends.nvidia.compiler.CUDAOptions": Cost("the Hopper backward is slower with Triton 3.9", gpu=True),
+        "triton.runtime.cache.get_cache_manager": Cost("the Hopper backward takes more instructions", gpu=True),
         "triton.backends.nvidia.compiler.get_ptxas": Cost("records name the ptxas on the path, if any", gpu=True),
     }
 )
@@ -98,8 +99,8 @@ ir: Any = NAMES.take("triton._C.libtriton.ir", None)
 # what a launch may ask of the compiler
 _options = NAMES.take("triton.backends.nvidia.compiler.CUDAOptions", None)
 compiler_options: frozenset[str] = frozenset(getattr(_options, "__dataclass_fields__", ()))
-
-
+# makes a folder of Triton's cache, by a key
+kernel_cache: Any = NAMES.take("triton.runtime.cache.get_cache_manager", None)
 _assembler = NAMES.take("triton.backends.nvidia.compiler.get_ptxas", None)
 
 

@@ -20,6 +20,8 @@ QUICK_LENGTHS = (512, 2048, 8192, 16384)
 LONG = (9001, 6007, 4099, 3001, 2503, 1999, 1501, 1103)
 SHORT = (887, 701, 509, 401, 307, 211, 149, 101, 83, 61, 47, 31, 23, 17, 13, 7, 6)
 SKEWED = LONG + SHORT
+# drawn once between 64 and 3000
+DOCUMENTS = (538, 2552, 1873, 2451, 2816, 512, 248, 2325, 1621, 1448)
 SKEWED_SMALL = (401, 251, 149, 97, 61, 31, 17, 9, 5, 3)
 
 GPU_PEERS = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex", "fa3", "fa3-bare")
@@ -120,6 +122,28 @@ def terms(device: torch.device, quick: bool) -> Suite:
     )
 
 
+def masks(device: torch.device, quick: bool) -> Suite:
+    """Masks by row intervals beside plain causal attention, and documents beside the packed call of the same lengths."""
+    on_gpu = device.type == "cuda"
+    s, width, dtype = (16384, WIDTH, BF16) if on_gpu else (1024, 128, FP32)
+    documents = tuple(length * s // 16384 for length in DOCUMENTS)
+    drawn = {
+        "causal as intervals": "prefix:0",
+        "documents": f"documents:{','.join(map(str, documents))}",
+        "prefix": f"prefix:{s // 4}",
+        "rollouts": f"rollouts:{s // 4},{s // 16}",
+    }
+    shapes = Beside(dtype)
+    for d in ((128,) if quick else (128, 64)) if on_gpu else (64,):
+        h = width // d
+        masked = [_square(f"{name},d={d}", s, 1, h, d, causal=False, mask=mask, mask_of=()) for name, mask in drawn.items()]
+        shapes.add(_square(f"causal,d={d}", s, 1, h, d), *masked)
+        shapes.cases.append(Case(f"packed documents,d={d}", hq=h, hkv=h, d=d, causal=True, lengths_q=documents))
+    contenders = ("backlight", "flex") if on_gpu else ("backlight", "eager")
+    workloads = _in(shapes.cases, dtype)
+    return Suite("masks", "masks by row intervals", SPEED, workloads, contenders, rounds=2, plain=shapes.plain)
+
+
 def cpu(device: torch.device, quick: bool) -> Suite:
     """Sizes a processor can bear, fp32 and bf16; the S = 4096 rows carry the project's own bars."""
     s = 1024 if quick else 4096
@@ -190,6 +214,7 @@ SUITES: dict[str, Callable[[torch.device, bool], Suite]] = {
     "plain": plain,
     "variants": variants,
     "terms": terms,
+    "masks": masks,
     "cpu": cpu,
     "smoke": smoke,
     "memory": memory,

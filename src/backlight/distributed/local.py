@@ -50,7 +50,7 @@ def block_call(
     *,
     gate: bool,
     part: Part,
-    mask: tuple[Tensor | None, Tensor | None],
+    mask: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Call:
     """The block as a call of its own. Sink and gate act once per row, on the whole: they come along only where stated.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backlight import intervals
 from backlight.arguments import check_whole, shown
-from backlight.mask.inputs import Wholes, per_entry, per_key, same_device
+from backlight.mask.inputs import Wholes, per_entry, per_key, place, same_device
 from backlight.mask.mask import Mask, as_int32
 
 # entries of a function's mask that are held at a time
@@ -98,15 +98,15 @@ def from_mask_mod(
         check_whole(name, size, least=0)
     if not callable(mask_mod):
         raise TypeError(f"mask_mod must be a function (b, h, q_idx, kv_idx), got {shown(mask_mod)}")
-    batch, heads, place = B or 1, H or 1, torch.device(device)
+    batch, heads, where = B or 1, H or 1, place(device)
     width = max(1, STRIP // max(1, batch * heads * Sq))
     parts = []
     for j0 in range(0, Sk, width):
-        columns = torch.arange(j0, min(j0 + width, Sk), device=place)
+        columns = torch.arange(j0, min(j0 + width, Sk), device=where)
         found, runs = _runs(_evaluate(mask_mod, batch, heads, Sq, columns))
         _refuse(runs, j0)
         parts.append(found)
-    blank = torch.zeros(batch, heads, 4, 0, dtype=torch.int32, device=place)
+    blank = torch.zeros(batch, heads, 4, 0, dtype=torch.int32, device=where)
     return Mask(_narrowest(torch.cat([blank, *parts], dim=-1)))
 
 

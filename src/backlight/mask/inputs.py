@@ -25,8 +25,9 @@ def wholes(name: str, value: Any, device: torch.device | str | None = None) -> T
 
 
 def _tensor(name: str, value: Any, device: torch.device | str | None) -> Tensor:
+    where = place(device)
     try:
-        made = torch.as_tensor(value, device=device)
+        made = torch.as_tensor(value, device=where)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name} must be whole numbers or a tensor of them, got {shown(value)}") from None
     return made.long() if not made.numel() else made
@@ -61,6 +62,14 @@ def keys(length: int, device: torch.device) -> Tensor:
 
 def check_length(length: Any) -> None:
     check_whole("length", length, least=0)
+
+
+def place(device: torch.device | str | None) -> torch.device:
+    """The device by its name; None is torch's default."""
+    try:
+        return torch.get_default_device() if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be a torch.device, its name or None, got {shown(device)}") from error
 
 
 def same_device(name: str, tensor: Tensor, owner: str, other: Tensor) -> None:

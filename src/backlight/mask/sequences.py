@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from backlight.arguments import check_flag, check_whole
-from backlight.mask.inputs import Wholes, check_length, keys, one_run, per_entry, per_key, same_device, wholes
+from backlight.mask.inputs import Wholes, check_length, keys, one_run, per_entry, per_key, place, same_device, wholes
 from backlight.mask.mask import Mask
 
 Device = torch.device | str | None
@@ -140,8 +140,8 @@ def _span_of(begin: Tensor, stop: Tensor, length: int) -> tuple[Tensor, Tensor]:
         return last[:, :0], last[:, :0]
     # spans that begin before the sequence begin with it; empty ones are put beyond its end
     begin = begin.clamp(min=0)
-    place = torch.where((stop > begin) & (begin < length), begin, length)
-    end_at = last.scatter_reduce(1, place, stop.clamp(min=0, max=length), "amax")[:, :length]
+    cell = torch.where((stop > begin) & (begin < length), begin, length)
+    end_at = last.scatter_reduce(1, cell, stop.clamp(min=0, max=length), "amax")[:, :length]
     own = torch.arange(length, device=begin.device)
     start = torch.where(end_at > 0, own, 0).cummax(dim=1).values
     return start, end_at.gather(1, start)
@@ -169,7 +169,7 @@ def blocks(size: int | None = None, length: int | None = None, *, starts: Wholes
         start, _ = _span_of(begin, torch.full_like(begin, length), length)
         return one_run(start[:, None], torch.full_like(start, length)[:, None])
     check_whole("size", size, least=1)
-    own = keys(length, torch.device(device or "cpu"))
+    own = keys(length, place(device))
     return one_run(own - own % size, torch.full_like(own, length))
 
 
@@ -185,7 +185,7 @@ def chunks(size: int, length: int, *, device: Device = None) -> Mask:
     """
     check_whole("size", size, least=1)
     check_length(length)
-    own = keys(length, torch.device(device or "cpu"))
+    own = keys(length, place(device))
     return one_run(own, (own - own % size + size).clamp(max=length))
 
 

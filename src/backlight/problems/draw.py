@@ -71,10 +71,15 @@ def mask_terms(
 ) -> dict[str, Tensor]:
     """The mask of a spec that has one, by name, on the CPU, from numbers of its own: all others are the same without it.
 
-    kind: one of `INTERVALS`. own: the axes of batch and heads along which the mask differs; it is the same along the others.
+    kind: one of `INTERVALS`, or of `LENGTHS` with its lengths behind a colon. own: the axes of batch and heads along which the
+    mask differs; it is the same along the others.
     """
     if not spec.rows:
         return {}
+    name, _, lengths = kind.partition(":")
+    if lengths:
+        ends = LENGTHS[name](tuple(map(int, lengths.split(","))), sizes.rows, sizes.keys)
+        return {"rows": torch.stack(ends).to(torch.int32)[None, None]}
     generator = torch.Generator().manual_seed(seed + 1)
     batch, heads = (getattr(sizes, axis) if axis in own else 1 for axis in ("batch", "heads"))
 
@@ -120,7 +125,32 @@ def _everything(below: Below, batch: int, heads: int, rows: int, keys: int) -> l
     return [-below(rows, batch, heads, keys), rows + below(rows, batch, heads, keys)]
 
 
+def _documents_of(lengths: tuple[int, ...], rows: int, keys: int) -> list[Tensor]:
+    """Causal documents of these lengths; the last holds what is left."""
+    cuts, own = torch.tensor(lengths).cumsum(0)[:-1], torch.arange(keys)
+    ends = torch.cat([cuts, torch.tensor([max(rows, keys)])])
+    return [own, ends[torch.searchsorted(cuts, own, right=True)]]
+
+
+def _prefix_of(lengths: tuple[int, ...], rows: int, keys: int) -> list[Tensor]:
+    """A prefix that every row sees, causal from there on."""
+    own = torch.arange(keys)
+    return [torch.where(own < lengths[0], 0, own), torch.full_like(own, rows)]
+
+
+def _rollouts_of(lengths: tuple[int, ...], rows: int, keys: int) -> list[Tensor]:
+    """A causal prompt, and behind it rollouts that see it and themselves: (prompt, each rollout)."""
+    prompt, each = lengths
+    own = torch.arange(keys)
+    return [own, torch.where(own < prompt, rows, prompt + (own - prompt) // each * each + each)]
+
+
 Below = Callable[..., Tensor]
+LENGTHS: dict[str, Callable[[tuple[int, ...], int, int], list[Tensor]]] = {
+    "documents": _documents_of,
+    "prefix": _prefix_of,
+    "rollouts": _rollouts_of,
+}
 INTERVALS: dict[str, Callable[[Below, int, int, int, int], list[Tensor]]] = {
     "run": _run,
     "two runs": _two_runs,

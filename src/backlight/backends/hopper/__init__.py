@@ -124,6 +124,12 @@ class HopperBackend:
         config = {"forward": elastic_config(call) if call.spec.tau else forward_config(call), "backward": backward_config(call)}
         return config | {"dq": dq_config(call)} if call.deterministic else config
 
+    def code_in_use(self) -> str:
+        """What happens to the kernels between Triton and ptxas."""
+        from backlight.backends.hopper.ptx import in_use
+
+        return in_use()
+
     def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         forward, _, replayed, _ = host()
         return replayed(forward, call, (), save_u)

@@ -15,8 +15,8 @@ from backlight._private.triton import aggregate, base_value, builtin, compiler_o
 # options of every launch; multiply-adds are fused by name, because Triton's default changes with 3.10
 COMPILER: dict[str, Any] = {"enable_fp_fusion": True}
 # Triton 3.9 works out the addresses of all operands of a loop ahead of its first product, which leaves too few registers for
-# anything else; this option of the same version puts them where they are used
-LATE_ADDRESSES: dict[str, Any] = {"sched4reg": True} if "sched4reg" in compiler_options else {}
+# anything else; this option of the same version puts them where they are used, and `ptx.py` makes them shorter
+LATE_ADDRESSES: dict[str, Any] = {"sched4reg": True, "lean_ptx": True} if "sched4reg" in compiler_options else {}
 # it also asks ptxas for a poorer allocation of registers than ptxas makes by itself (the last word counts)
 OWN_REGISTERS: dict[str, Any] = {"ptx_options": "--regAllocOptLevel=4"} if LATE_ADDRESSES else {}
 

@@ -9,16 +9,21 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backlight.backends.hopper.compat import COMPILER
+from backlight.backends.hopper.ptx import override
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def start(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: dict[str, Any], **options: Any) -> Any:
+def start(
+    kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: dict[str, Any], lean_ptx: bool = False, **options: Any
+) -> Any:
     """`kernel[grid](*args, **constants, **options)`, without Triton's search for the compiled kernel from the second time on.
 
     Constants are the last parameters of the kernel. What else can make Triton compile again is in the key: device, dtypes,
     alignment of pointers, tiles of descriptors, integers that need 64 bits. The kernels specialise on no other value, except
     for integers inside a tuple: there Triton does not ask whether it should.
+
+    `lean_ptx`: what Triton writes is rewritten before ptxas reads it (`ptx.py`).
 
     Returns the compiled kernel; None from a stand-in of the tests.
     """
@@ -26,7 +31,8 @@ def start(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: di
     key = (kernel, first.device, *map(_kind, args), *constants.values())
     made = _compiled.get(key)
     if made is None:
-        made = kernel[grid](*args, **constants, **COMPILER, **options)
+        named = {**constants, **COMPILER, **options}
+        made = kernel[grid](*args, **named, **override(kernel, grid, args, named, lean_ptx))
         if made is not None:
             _compiled[key] = made
     else:

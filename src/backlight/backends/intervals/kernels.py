@@ -164,7 +164,8 @@ def _order_kernel(
 ):  # fmt: skip
     """pos as kernels compare it, held [B|1, Sq], and the smallest and largest of each row tile: order [B|1, row tiles, 2].
 
-    As ends are, positions are kept where NO_ROW is beyond them: those below count as -NO_ROW, those above as NO_ROW - 1.
+    As ends are, positions are kept where NO_ROW is beyond them: those below count as -NO_ROW, those above as NO_ROW - 1. So
+    ends between -NO_ROW and NO_ROW are compared exactly with any position, and all that lie outside on one side are one.
     """
     tile = tl.program_id(0)
     own = sequence_of(tile, packing, sq, sk, n_segments, VARLEN, True)

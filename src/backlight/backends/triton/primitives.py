@@ -177,8 +177,9 @@ def visible(position, key, intervals, segment, geometry, V: tl.constexpr, BN: tl
         seen = in_intervals(row, key, intervals, segment.sq, V, BN)
         if V.POS and (V.LEFT or V.RIGHT):
             seen = seen & within_reach(position, key, segment.sk, geometry, V)
-        return seen
-    return within_reach(position, key, segment.sk, geometry, V)
+    else:
+        seen = within_reach(position, key, segment.sk, geometry, V)
+    return seen
 
 
 @triton.jit
@@ -215,7 +216,7 @@ def own_counts(packing, b, h, sq, geometry, V: tl.constexpr):
     """`packing` with the n of the rows of one head; sq: rows of q."""
     if V.INTERVALS > 0 and V.TAU:
         n = packing.n + mask_number(b, h, geometry) * sq
-        return Packing(packing.cu_q, packing.cu_k, packing.cu_tiles, n)
+        packing = Packing(packing.cu_q, packing.cu_k, packing.cu_tiles, n)
     return packing
 
 

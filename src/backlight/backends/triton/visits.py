@@ -51,21 +51,23 @@ def mask_number(b, h, geometry):
 @triton.jit
 def tiles_of(length, n_segments, V: tl.constexpr, B: tl.constexpr):
     """Tiles of one head as `Launch.tiles` counts them."""
+    tiles = tl.cdiv(length, B)
     if V.VARLEN:
-        return length // B + n_segments
-    return tl.cdiv(length, B)
+        tiles = length // B + n_segments
+    return tiles
 
 
 @triton.jit
 def intervals_of(mask, b, h, segment, sq, sk, n_segments, geometry, V: tl.constexpr, BN: tl.constexpr):
     """sq, sk: lengths of whole tensors."""
+    intervals = Intervals(0, 0)
     if V.INTERVALS > 0:
         tile = mask_number(b, h, geometry) * (tiles_of(sk, n_segments, V, BN) + 1)
         if V.VARLEN:
             tile += tl.load(mask.first_key_tiles + segment.number)
         pos = mask.pos + tl.cast(b * mask.pos_batch, tl.int64) * sq + segment.q_start
-        return Intervals(mask.folded + tile * (2 * V.INTERVALS * BN), pos)
-    return Intervals(0, 0)
+        intervals = Intervals(mask.folded + tile * (2 * V.INTERVALS * BN), pos)
+    return intervals
 
 
 @triton.jit
@@ -83,21 +85,24 @@ def in_intervals(row, key, intervals, sq, V: tl.constexpr, BN: tl.constexpr):
 @triton.jit
 def visits_of(span, mask, b, h, tile, owned, others, geometry, V: tl.constexpr, B: tl.constexpr):
     """What the program visits that owns a tile, one of `owned` in a mask, of `others` tiles of size B of the other kind."""
+    visits = Visits(span.start, span.stop, 0, 0, 0)
     if V.INTERVALS > 0:
         owner = mask_number(b, h, geometry) * owned + tile
         most = tl.maximum(others, 1)
         cut = tl.load(mask.counts + owner * 2)
         steps = cut + tl.load(mask.counts + owner * 2 + 1)
-        return Visits(0, steps * B, mask.live + owner * most, cut, most)
-    return Visits(span.start, span.stop, 0, 0, 0)
+        visits = Visits(0, steps * B, mask.live + owner * most, cut, most)
+    return visits
 
 
 @triton.jit
 def visited(at, visits, V: tl.constexpr, B: tl.constexpr):
     """(where the tile of a step begins, whether the mask cuts it)."""
+    begin = at
+    is_cut = False
     if V.INTERVALS > 0:
         step = at // B
         is_cut = step < visits.cut
         entry = tl.load(visits.live + tl.where(is_cut, step, visits.most - 1 - step + visits.cut))
-        return entry // KINDS * B, is_cut
-    return at, False
+        begin = entry // KINDS * B
+    return begin, is_cut

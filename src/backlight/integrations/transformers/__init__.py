@@ -5,8 +5,9 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="backlight")
 
 Attention sinks, soft-capping, sliding windows, relative position biases, grouped heads, padding, packed sequences and caches
-keep their meaning. No mask is ever expanded to S x S: padding and packing become packed sequences. What has no equivalent here
-(attention dropout, dense masks, returned probabilities) is refused with a sentence.
+keep their meaning. Padding and packing become packed sequences; image spans, prefixes, chunks, a model's own mask functions and
+dense masks become row intervals (`backlight.mask`). What has no equivalent here (attention dropout, masks of three runs of rows
+for a key, returned probabilities) is refused with a sentence.
 """
 
 from backlight.integrations.transformers.forward import attention_forward

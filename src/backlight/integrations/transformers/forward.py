@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import backlight
 from backlight.arguments import check_borders, check_flag, check_number, check_tensor, check_whole, shown
+from backlight.integrations.transformers.given import keywords_of
 from backlight.integrations.transformers.packing import packing_of
 from backlight.integrations.transformers.position_bias import bias_of, moved
 from backlight.integrations.transformers.refusing import NAME, require
@@ -28,7 +29,10 @@ def attention_forward(
 
     Args:
         query, key, value: [B, Hq, Sq, D], [B, Hkv, Sk, D], [B, Hkv, Sk, Dv].
-        attention_mask: None, or the sequence numbers made by `attention_mask` of this package.
+        attention_mask: None; the sequence numbers or intervals made by `attention_mask` of this package; intervals made by
+            `backlight.mask`, int32 [B or 1, Hq or 1, 2 or 4, Sk]; or a dense mask [B or 1, Hq or 1, Sq or 1, Sk], True or 0
+            where a row sees a key, False, -inf or the least number of the dtype where it does not. Intervals and dense masks
+            say everything: is_causal and sliding_window do not come on top.
         options: what a model passes besides. Of these the following count, and others are not read:
             softcap: as in `backlight.attention`.
             sliding_window: keys a row may look back on, itself included.
@@ -43,13 +47,17 @@ def attention_forward(
     window, cu_q, cu_k = (options.get(name) for name in ("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k"))
     _check(query, key, value, attention_mask, dropout, is_causal, window)
     _check_borders(query, cu_q, cu_k)
-    _refuse(query, key, attention_mask, dropout, options)
+    _refuse(dropout, options)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     keywords: dict[str, Any] = {"causal": causal, "scale": scaling}
     keywords |= {"softcap": options.get("softcap"), "sink": options.get("s_aux")}
     position_bias = options.get("position_bias")
     if position_bias is not None:
         keywords |= bias_of(module, position_bias, query, key, causal)
+    if attention_mask is not None and not _is_numbers(attention_mask, query, key):
+        _refuse_borders(attention_mask, cu_q)
+        keywords |= keywords_of(attention_mask, query, key)
+        return backlight.attention(query, key, value, **keywords).transpose(1, 2), None
     if window is not None:
         keywords["window"] = (window - 1, 0 if causal else window - 1)
     if cu_q is not None:
@@ -101,7 +109,18 @@ def _check_borders(query: Tensor, cu_seq_lens_q: Any, cu_seq_lens_k: Any) -> Non
         raise ValueError(f"query must have a batch of 1 with cu_seq_lens_q, got shape {tuple(query.shape)}")
 
 
-def _refuse(query: Tensor, key: Tensor, attention_mask: Tensor | None, dropout: float, options: dict[str, Any]) -> None:
+def _is_numbers(mask: Tensor, query: Tensor, key: Tensor) -> bool:
+    """Sequence numbers of keys, then of rows."""
+    return not mask.is_floating_point() and tuple(mask.shape) == (query.shape[0], 1, 1, key.shape[2] + query.shape[2])
+
+
+def _refuse_borders(mask: Tensor, cu_seq_lens_q: Tensor | None) -> None:
+    if cu_seq_lens_q is not None:
+        came = f"got both, the mask of shape {tuple(mask.shape)}"
+        raise NotImplementedError(f"{NAME} takes cu_seq_lens_q or a mask of rows and keys, not both, {came}")
+
+
+def _refuse(dropout: float, options: dict[str, Any]) -> None:
     if dropout:
         raise NotImplementedError(f"{NAME} has no attention dropout, got {dropout}: set it to 0 in the config")
     weights = options.get("output_attentions")
@@ -110,7 +129,3 @@ def _refuse(query: Tensor, key: Tensor, attention_mask: Tensor | None, dropout: 
     if options.get("cache") is not None:
         came = shown(options["cache"])
         raise NotImplementedError(f"cache must be None, got {came}: {NAME} does not read paged caches")
-    numbers = (query.shape[0], 1, 1, key.shape[2] + query.shape[2])
-    if attention_mask is not None and (attention_mask.is_floating_point() or tuple(attention_mask.shape) != numbers):
-        shape = tuple(attention_mask.shape)
-        raise NotImplementedError(f"{NAME} takes padding masks [batch, length], not dense masks, got shape {shape}")

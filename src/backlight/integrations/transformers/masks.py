@@ -2,7 +2,8 @@
 
 transformers describes a mask as a function of (batch, head, row, key) built from a few known pieces. The geometry among them
 (causal, sliding window) reaches the attention call as keywords of its own. What is left, padding and packing, is a number per
-key and per row: 0 = hidden, else the sequence it belongs to. A piece that is none of these would be lost, so it is refused.
+key and per row: 0 = hidden, else the sequence it belongs to. A function with other pieces (image spans, chunks, a model's own)
+is asked about every row and key, and becomes row intervals; in a graph, where that would wait, it is refused.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor
 
 from backlight.arguments import check_tensor, check_whole, shown
+from backlight.integrations.transformers.given import of_function
 from backlight.integrations.transformers.probing import REFUSAL, probe
-from backlight.integrations.transformers.refusing import NAME
 
 # numbers of a mask that says nothing but which keys are padding, and of one that packs sequences
 PADDING, PACKED = torch.int8, torch.int64
@@ -28,14 +29,18 @@ GEOMETRY = ("sliding_window_overlay", "sliding_window_bidirectional_overlay")
 
 @dataclass(slots=True)
 class Pattern:
-    """What a mask function says: keys ahead hidden or not, and packed sequence numbers [B, S] if there are any."""
+    """What a mask function says: keys ahead hidden or not, and packed sequence numbers [B, S] if there are any.
+
+    other: there is more, which only intervals can say.
+    """
 
     causal: bool = False
     packed: Tensor | None = None
+    other: bool = False
 
 
 def read(mask_function: Callable[..., Any]) -> Pattern:
-    """Take a mask function apart; raises NotImplementedError for a piece without equivalent."""
+    """Take a mask function apart."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
@@ -51,10 +56,7 @@ def _take_apart(mask_function: Callable[..., Any]) -> Pattern:
         elif name == "packed_sequence_mask_function":
             pattern.packed = values["packed_sequence_mask"]
         elif name not in (*GEOMETRY, "bidirectional_mask_function"):
-            raise NotImplementedError(
-                f"{NAME} has no equivalent of the mask {name!r}: it knows causal and full masks, "
-                "sliding windows, padding and packed sequences; use another attn_implementation for this model"
-            )
+            pattern.other = True
     return pattern
 
 
@@ -81,7 +83,8 @@ def attention_mask(
     use_vmap: bool = False,
     **_: Any,
 ) -> Tensor | None:
-    """The mask interface: None where geometry says it all, else sequence numbers [B, 1, 1, kv_length + q_length], keys first.
+    """The mask interface: None where geometry says it all, else sequence numbers [B, 1, 1, kv_length + q_length], keys first,
+    or row intervals [B, 1, 2 or 4, kv_length], int32, which say geometry too.
 
     Arguments are those transformers hands to every mask interface; `attention_mask` is the padding mask [B, seen keys],
     `use_vmap` says that a model added pieces of its own. Four dimensions tell transformers that the mask is finished:
@@ -91,6 +94,10 @@ def attention_mask(
     # values of a mask are data to a compiler: nothing may depend on what they are
     compiling = torch.compiler.is_compiling()
     pattern = _pattern(mask_function, batch_size, kv_length, device, use_vmap, compiling)
+    if pattern.other:
+        assert mask_function is not None
+        sizes, offsets = (batch_size, q_length, kv_length), (q_offset, kv_offset)
+        return of_function(mask_function, attention_mask, sizes, offsets, device)
     start = q_offset - kv_offset
     whole = not isinstance(start, Tensor) and start + q_length == kv_length
     as_long = attention_mask is not None and kv_length + kv_offset == attention_mask.shape[-1]

@@ -1,0 +1,146 @@
+"""Masks that are neither geometry nor padding, as row intervals: mask functions of a model, and dense masks of a caller.
+
+Both say everything by themselves: the causal flag and the window of a layer do not come on top of them. Finding intervals waits
+for the device, so it is done once for a mask, and never in a graph, which takes intervals that were found before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from backlight import intervals
+from backlight.integrations.transformers.refusing import NAME
+from backlight.mask import Mask, from_dense, from_mask_mod
+from backlight.spec import AttentionSpec
+
+# dtype of a mask [B or 1, H or 1, 2 or 4, Sk] that is intervals; numbers of sequences have others
+INTERVALS = torch.int32
+
+Window = tuple[int | None, int | None]
+
+
+def of_function(
+    mask_function: Callable[..., Any],
+    padding: Tensor | None,
+    sizes: tuple[int, int, int],
+    offsets: tuple[int | Tensor, int],
+    device: torch.device | str,
+) -> Tensor:
+    """Intervals [B, 1, 2 or 4, Sk] of a mask function with the padding mask [B, seen keys] on top of it.
+
+    sizes: B, Sq, Sk. offsets: where the function counts the first row and the first key.
+    """
+    (batch, sq, sk), (row, key) = sizes, offsets
+    real = None
+    if padding is not None:
+        real = torch.nn.functional.pad(padding, (0, max(0, sk + key - padding.shape[-1]))).to(device, torch.bool)
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = mask_function(b, h, q + row, k + key)
+        return seen if real is None else seen & real[b, k + key]
+
+    return _found(lambda: from_mask_mod(mask_mod, batch, None, sq, sk, device)).rows
+
+
+def keywords_of(mask: Tensor, query: Tensor, key: Tensor) -> dict[str, Any]:
+    """causal, window and mask of the call, for intervals or a dense mask; raises NotImplementedError for anything else."""
+    fits = _fits(mask, query, key)
+    if fits and mask.dtype == INTERVALS:
+        return {"causal": False, "mask": Mask(mask)}
+    if not fits or torch.compiler.is_compiling():
+        raise NotImplementedError(_refusal(mask, fits))
+    return _remembered(mask, query.shape[2])
+
+
+def _fits(mask: Tensor, query: Tensor, key: Tensor) -> bool:
+    (batch, heads, sq, _), sk = query.shape, key.shape[2]
+    if mask.dim() != 4 or mask.shape[0] not in (1, batch) or mask.shape[1] not in (1, heads) or mask.shape[3] != sk:
+        return False
+    if mask.dtype == INTERVALS:
+        return mask.shape[2] in (2, 4)
+    return (mask.dtype == torch.bool or mask.is_floating_point()) and mask.shape[2] in (1, sq)
+
+
+def _refusal(mask: Tensor, fits: bool) -> str:
+    shape = tuple(mask.shape)
+    if not fits:
+        known = "padding masks [batch, length], dense masks [batch, head, row, key], intervals [batch, head, 2 or 4, key]"
+        return f"{NAME} takes {known}, got a mask of shape {shape} and {mask.dtype}"
+    instead = "give its intervals, backlight.mask.from_dense(mask).rows"
+    return f"{NAME} takes padding masks [batch, length], not dense masks, under torch.compile, got shape {shape}: {instead}"
+
+
+# --- dense masks -------------------------------------------------------------------------------------------------------------
+
+# The layers of a model share one mask. (version, rows of q, keywords) of each; a tensor of inference mode has no version that
+# would tell of a change, and is read again.
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _remembered(mask: Tensor, sq: int) -> dict[str, Any]:
+    if mask.is_inference():
+        return _read(mask, sq)
+    known = _known.get(mask)
+    if known is None or known[:2] != (mask._version, sq):
+        known = _known[mask] = (mask._version, sq, _read(mask, sq))
+    return known[2]
+
+
+def _read(mask: Tensor, sq: int) -> dict[str, Any]:
+    dense = _visible(mask)
+    dense = dense.expand(*dense.shape[:2], sq, dense.shape[3])
+    found = _found(lambda: from_dense(dense))
+    window = _window(dense, found.rows)
+    if window is None:
+        return {"causal": False, "mask": found}
+    causal = window[1] == 0
+    return {"causal": causal, "window": None if window[0] is None and (causal or window[1] is None) else window}
+
+
+def _visible(mask: Tensor) -> Tensor:
+    """Where a mask lets a row see a key: a boolean one says it, a float one adds 0 there and what hides elsewhere."""
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.requires_grad:
+        raise NotImplementedError(f"{NAME} takes float masks that say what is hidden, got one that requires a gradient")
+    # the least number of bfloat16 is still that in a wider dtype
+    hides = max(torch.finfo(mask.dtype).min, torch.finfo(torch.bfloat16).min)
+    seen = mask == 0
+    other = mask[~(seen | (mask <= hides))]
+    if len(other):
+        known = "0 and -inf, or the least number of their dtype, alone"
+        shape = tuple(mask.shape)
+        raise NotImplementedError(f"{NAME} takes float masks of {known}, got a mask of shape {shape} with {other[0].item():g}")
+    return seen
+
+
+def _window(visible: Tensor, rows: Tensor) -> Window | None:
+    """(left, right) where the mask is that window for every batch entry and head, None for an open side; None if it is none.
+
+    Causal is (None, 0), and what sees everything (None, None).
+    """
+    sq, sk = visible.shape[-2:]
+    if rows.shape[2] != 2 or not (rows.shape[0] and sq and sk):
+        return None
+    # first key of the last row, keys after the last one of the first row
+    oldest, hidden = torch.stack([visible[0, 0, -1].byte().argmax(), visible[0, 0, 0].flip(0).byte().argmax()]).tolist()
+    left, right = sk - 1 - oldest if oldest else None, sq - 1 - hidden if hidden else None
+    if right is not None and right < 0:
+        return None
+    everything = rows.new_tensor([0, sq])[None, None, :, None].expand(1, 1, 2, sk)
+    wanted = intervals.fold_rows(everything, AttentionSpec(window=(left, right)), sq, sk)
+    same = intervals.fold_rows(rows, AttentionSpec(), sq, sk) == wanted
+    return (left, right) if bool(same.all()) else None
+
+
+def _found(find: Callable[[], Mask]) -> Mask:
+    """A key with three runs of rows or more has no intervals: the sentence names it."""
+    try:
+        return find()
+    except ValueError as error:
+        raise NotImplementedError(f"{NAME}: {error}; use another attn_implementation for this mask") from None
