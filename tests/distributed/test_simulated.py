@@ -18,6 +18,10 @@ from cases import BF16, BY_NAME, CASES, FP32, FP64, SINGLES, TOGETHER, Case, Pro
 from gate import judge
 from running import canonical, leaves, options, packed, run
 
+MASKED = [
+    BY_NAME[name]
+    for name in ("mask,everything,sq<sk", "mask,everything,batched,sq>sk", "mask,pos,varlen,tau", "mask,pos,causal")
+]
 EVERY = [(case, dtype) for case in CASES for dtype in (FP32, BF16)]
 
 
@@ -45,7 +49,7 @@ def examine(case: Case, dtype: torch.dtype, **how: object) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("case", [*SINGLES, *TOGETHER], ids=case_id)
+@pytest.mark.parametrize("case", [*SINGLES, *TOGETHER, *MASKED], ids=case_id)
 def test_ring(case: Case, world: int) -> None:
     examine(case, FP32, world=world, layout="zigzag" if world == 2 else "contiguous", strategy="ring")
 
@@ -56,7 +60,7 @@ def test_ring_in_other_dtypes(case: Case, dtype: torch.dtype) -> None:
     examine(case, dtype, world=3, strategy="ring")
 
 
-@pytest.mark.parametrize("case", [*SINGLES[:3], *TOGETHER], ids=case_id)
+@pytest.mark.parametrize("case", [*SINGLES[:3], *TOGETHER, *MASKED], ids=case_id)
 def test_all_to_all(case: Case) -> None:
     examine(case, FP32, world=2, strategy="all_to_all")
 
