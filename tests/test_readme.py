@@ -152,3 +152,4 @@ def test_speed_table_is_the_record() -> None:
     for page in (text, (ROOT / "docs" / "training.md").read_text()):
         assert made.training_table() in page
     assert made.overhead_table() in (ROOT / "docs" / "host.md").read_text()
+    assert made.masks_table() in (ROOT / "docs" / "masks.md").read_text()

@@ -207,6 +207,23 @@ def overhead_table() -> str:
     return "\n".join(lines)
 
 
+def masks_table() -> str:
+    """Masks by row intervals beside plain causal attention, packed documents and FlexAttention, from the newest record."""
+    rows: dict[str, dict[str, dict]] = {}
+    for row in timed(load(newest("masks"))):
+        rows.setdefault(row["case"].split("/")[0], {})[row["contender"]] = row
+    heads = ["bf16, S 16384, H D = 2048", "D", "forward, ms", "both, ms", "both, TFLOP/s", "flex takes, forward", "both"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for case, found in rows.items():
+        name, d = case.split(",d=")
+        mine, flex = (
+            {phase: found[who]["times"][phase]["median_ms"] for phase in ("forward", "both")} for who in ("backlight", "flex")
+        )
+        cells = [name, d, f"{mine['forward']:.2f}", f"{mine['both']:.2f}", f"{found['backlight']['tflops']['both']:.0f}"]
+        lines.append(f"| {' | '.join((*cells, *(f'{flex[phase] / mine[phase]:.2f}x' for phase in mine)))} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     print(
         table(),
@@ -216,5 +233,6 @@ if __name__ == "__main__":
         variants_table(),
         training_table(),
         overhead_table(),
+        masks_table(),
         sep="\n\n",
     )
