@@ -73,9 +73,9 @@ def told(tiles: LiveTiles, m: int, owner: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("of_rows", [True, False])
 @pytest.mark.parametrize("pos", [False, True])
 @pytest.mark.parametrize("intervals", [1, 2])
-@pytest.mark.parametrize("masks", [(2, 2)])
+@pytest.mark.parametrize("masks", [(2, 1)])
 @pytest.mark.parametrize("spec", [AttentionSpec(), AttentionSpec(causal=True), AttentionSpec(window=(20, 9))])
-@pytest.mark.parametrize("lengths", [[(33, 65)], [(65, 40), (0, 20), (17, 0), (31, 50)]])
+@pytest.mark.parametrize("lengths", [[(33, 50)], [(33, 20), (0, 9), (5, 0), (15, 34)]])
 def test_every_visible_pair_is_visited(
     lengths: list[tuple[int, int]], spec: AttentionSpec, masks: tuple[int, int], intervals: int, pos: bool, of_rows: bool
 ) -> None:
@@ -134,4 +134,4 @@ def test_a_full_tile_compares_nothing_and_an_empty_one_is_not_visited() -> None:
     )
     for of_rows in (True, False):
         tiles = live_tiles(start, call, Tiling(BM, BN, 6, 6), of_rows)
-        assert tiles.counts[0].tolist() == [[0, 2]] * 2 + [[0, 4]] * 4
+        assert tiles.counts[0, :6].tolist() == [[0, 2]] * 2 + [[0, 4]] * 4
