@@ -237,8 +237,8 @@ def tile_shares(call: Call, tile: tuple[int, int]) -> tuple[float, float, float]
         low, high = grouped.amin(dim=-1), grouped.amax(dim=-1) + 1
         extreme = extremes(padded, tile[1])[:, :, None]
         empty, full = classes(extreme, low[:, None, :, None, None], high[:, None, :, None, None])
-        counted = [empty.double().mean(), full.double().mean()]
-        found += torch.tensor([*counted, 1 - sum(counted)]) * -(-z.sq // tile[0]) * -(-z.sk // tile[1])
+        shares = torch.stack([empty.double().mean(), full.double().mean()]).cpu()
+        found += torch.cat([shares, 1 - shares.sum(0, keepdim=True)]) * -(-z.sq // tile[0]) * -(-z.sk // tile[1])
     empty_share, full_share, partial_share = (found / found.sum().clamp(min=1)).tolist()
     return empty_share, full_share, partial_share
 
