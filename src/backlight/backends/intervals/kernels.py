@@ -49,8 +49,8 @@ class Sequence(NamedTuple):
 
 
 @triton.jit
-def locate(tile, cu_tiles_ptr, n_segments):
-    """Packed sequences: which one a tile belongs to; the last where there is none."""
+def segment_at(tile, cu_tiles_ptr, n_segments):
+    """Packed sequences: which one a tile belongs to; n_segments where there is none."""
     low = 0
     high = n_segments
     while low < high:
@@ -59,7 +59,7 @@ def locate(tile, cu_tiles_ptr, n_segments):
             low = middle + 1
         else:
             high = middle
-    return tl.minimum(low, n_segments - 1)
+    return low
 
 
 @triton.jit
@@ -67,9 +67,10 @@ def sequence_of(tile, packing, sq, sk, n_segments, VARLEN: tl.constexpr, OF_ROWS
     found = Sequence(0, 0, sq, sk, 0, 0, tile)
     if VARLEN:
         if OF_ROWS:
-            z = locate(tile, packing.cu_row_tiles, n_segments)
+            z = segment_at(tile, packing.cu_row_tiles, n_segments)
         else:
-            z = locate(tile, packing.cu_key_tiles, n_segments)
+            z = segment_at(tile, packing.cu_key_tiles, n_segments)
+        z = tl.minimum(z, n_segments - 1)
         q_start = tl.load(packing.cu_q + z)
         k_start = tl.load(packing.cu_k + z)
         row_tile = tl.load(packing.cu_row_tiles + z)

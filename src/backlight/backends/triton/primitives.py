@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from backlight.backends.intervals.kernels import segment_at
 from backlight.backends.triton.softcap import softcapped
 from backlight.backends.triton.visits import in_intervals, mask_number
 
@@ -336,13 +337,5 @@ def row_block(packing, sq, sk, n_segments, geometry, V: tl.constexpr, BM: tl.con
 @triton.jit
 def locate(tile, cu_tiles_ptr, n_segments):
     """Packed sequences: which segment a tile belongs to, and its number inside it; n_segments when there is none."""
-    low = 0
-    high = n_segments
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(cu_tiles_ptr + middle + 1) <= tile:
-            low = middle + 1
-        else:
-            high = middle
-    begin = tl.load(cu_tiles_ptr + low)
-    return low, tile - begin
+    number = segment_at(tile, cu_tiles_ptr, n_segments)
+    return number, tile - tl.load(cu_tiles_ptr + number)
