@@ -245,13 +245,18 @@ def key_tile(p, number):
 
 @gluon.jit
 def row_limits(p, turn, offset, member, key_l: gl.constexpr, KEYS: gl.constexpr):
-    """The row intervals of the keys from j0 + offset on (first, end, and those of the hole), in flight."""
+    """The row intervals of the keys from j0 + offset on, in flight: first, end, and those of a hole if there may be one."""
     owner = read_field(p, turn, OWNER, p.V.WARPS) + member * p.mask_head
     first_ptr = p.mask.folded_ptr + owner.to(gl.int64) * (2 * p.V.INTERVALS * p.V.BN) + offset
     keys = first_ptr + gl.arange(0, KEYS, key_l)
+    first = gl.load(keys)
+    end = gl.load(keys + p.V.BN)
+    hole = first
+    hole_end = end
     if p.V.INTERVALS == 2:
-        return gl.load(keys), gl.load(keys + p.V.BN), gl.load(keys + 2 * p.V.BN), gl.load(keys + 3 * p.V.BN)
-    return gl.load(keys), gl.load(keys + p.V.BN)
+        hole = gl.load(keys + 2 * p.V.BN)
+        hole_end = gl.load(keys + 3 * p.V.BN)
+    return first, end, hole, hole_end
 
 
 @gluon.jit
