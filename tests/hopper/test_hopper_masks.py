@@ -124,8 +124,8 @@ def test_deterministic_masks_are_refused() -> None:
     assert "a mask by row intervals together with deterministic" in BACKEND.why_not(call)
 
 
-# bytes of the backward with one interval, none elsewhere; 3.9 spills less at D = 64 than 3.6
-ALLOWED_SPILLS = {("_bwd_narrow_kernel", 64): 56, ("_bwd_kernel", 256): 8}
+# bytes of the backward, none elsewhere; at D = 256 as many as without a mask (test_compiled.py), which Triton 3.9 comes near
+ALLOWED_SPILLS = {("_bwd_narrow_kernel", 64): 56, ("_bwd_kernel", 256): 32}
 
 
 @pytest.mark.slow
