@@ -124,7 +124,8 @@ def _fold_kernel(
     own = sequence_of(tl.minimum(tile, tl.num_programs(0) - 2), packing, sq, sk, n_segments, VARLEN, False)
     lanes = tl.arange(0, BN)
     key = own.tile * BN + lanes
-    exists = key < tl.where(last, 0, own.sk)
+    # without any key the tile before the last has keys below 0
+    exists = key < tl.where(last, -NO_ROW, own.sk)
     rows_ptr += tl.cast(m // mask_heads, tl.int64) * batch_stride + tl.cast(m % mask_heads, tl.int64) * head_stride
     rows_ptr += (own.k_start + key).to(tl.int64) * key_stride
     first, end = folded_interval(rows_ptr, end_stride, 0, key, own, exists, left, right, LEFT, RIGHT, POS)
