@@ -38,7 +38,7 @@ def documents(
     ids: [S] or [B, S]: a document is a run of equal numbers; a number that comes back later begins another one. Keys with a
         negative number are padding, which no row sees.
     lengths: instead of ids, [Z] or [B, Z]: documents one after another; what is left of `length` is padding.
-    length: S, with lengths; their sum where it is not said, for which a device is waited for.
+    length: S, with lengths; their sum where it is not said, for which the device of a tensor is waited for.
     causal: of rows and keys of the same positions. With `attention(..., causal=True)` it need not be said.
     """
     check_flag("causal", causal)
