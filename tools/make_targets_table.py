@@ -21,7 +21,12 @@ ROWS_KERNEL = "_delta_kernel"
 
 def table() -> str:
     record = json.loads(RECORD.read_text())
-    rows, counted = record["rows"], Counter(row["card"] for row in record["rows"])
+    rows = [
+        {"card": call["card"], "kernel": kernel, "shared": shared, "spilled": spilled}
+        for call in record["calls"]
+        for kernel, _tiles, shared, spilled in call["kernels"]
+    ]
+    counted = Counter(row["card"] for row in rows)
     lines = [
         f"{len(rows)} kernels compiled with Triton {record['triton']} ({record['date']}), {min(counted.values())} or more for",
         "each kind of card:",

@@ -101,7 +101,8 @@ def grid() -> Iterator[Combination]:
 
 @dataclass(frozen=True)
 class Report:
-    """What a kernel took: bytes of shared memory of a program, bytes of local memory of a thread."""
+    """What a kernel took: bytes of shared memory of a program, bytes of local memory of a thread. A record lists them in this
+    order."""
 
     kernel: str
     tiles: str
@@ -183,15 +184,15 @@ def reports_of(combination: Combination, only: str | None = None) -> list[Report
 
 
 def record(path: Path) -> None:
-    rows = []
+    calls = []
     for combination in grid():
         found = dict.fromkeys(reports_of(combination))
-        rows += [asdict(combination) | asdict(report) for report in found]
+        calls.append(asdict(combination) | {"kernels": [list(asdict(report).values()) for report in found]})
         print(combination, max(report.shared for report in found), max(report.spilled for report in found), flush=True)
     cards = {name: asdict(card) | {"table": words(name)} for name, card in CARDS.items()}
     text = {"triton": triton.__version__, "date": date.today().isoformat(), "cards": cards}
-    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
-    path.write_text(json.dumps(text, indent=1)[:-2] + f',\n "rows": [\n{lines}\n ]\n}}\n')
+    lines = ",\n".join(json.dumps(call, separators=(",", ":")) for call in calls)
+    path.write_text(json.dumps(text, indent=1)[:-2] + f',\n "calls": [\n{lines}\n ]\n}}\n')
 
 
 def words(card: str) -> str:
