@@ -116,6 +116,13 @@ for case in (*SINGLES, *TOGETHER, *MASKED):
             check(worlds, key, slow=not default)(functools.partial(against_oracle, case.name, layout, strategy, dtype))
 
 
+BRIEF = (
+    *(f"{TOGETHER[0].name}; zigzag; {strategy}; fp32" for strategy in ("ring", "all_to_all")),
+    "layer_inside_the_block",
+    "one_rank_with_bad_arguments",
+)
+
+
 @check((2, 4))
 def strategy_by_bytes(rank: Rank) -> None:
     """Eight heads at world 4 send less by all-to-all, at world 2 as much; with a narrow window a ring sends less."""
