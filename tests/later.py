@@ -16,7 +16,7 @@ LATER = (
     "tests/bench/test_bench_run.py::test_memory_is_measured_in_a_process_of_its_own",
     "tests/bench/test_bench_run.py::test_the_command_writes_json_table_and_pictures",
     "tests/distributed/test_example.py::test_same_curve_as_one_process",
-    "tests/distributed/test_gloo.py::test_world",
+    "tests/distributed/test_gloo.py::test_world[1-default]",
     "tests/distributed/test_wire.py::test_memory_falls_with_the_world[all_to_all]",
     "tests/doctor/test_black_box.py::test_black_box_sample[gqa-last-writer]",
     "tests/doctor/test_black_box.py::test_black_box_sample[lse-base]",

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,16 +16,18 @@ SECONDS = 1500
 
 sys.path.insert(0, str(HERE))
 
-from checks import BRIEF, checks_of  # noqa: E402 - found once the path is set
+import checks  # noqa: E402, F401 - found once the path is set
+import refusals  # noqa: E402, F401
+from ranks import checks_of  # noqa: E402
 
 
-def run_world(size: int, kind: tuple[str, ...], folder: Path) -> tuple[list[dict], str]:
+def run_world(size: int, kind: str, folder: Path) -> tuple[list[dict], str]:
     """What every rank wrote about its checks, and what all of them printed."""
     paths = os.pathsep.join([str(HERE.parents[1] / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "world.py"), str(rank), str(size), str(folder), *kind],
+            [sys.executable, str(HERE / "world.py"), str(rank), str(size), str(folder), kind],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -45,21 +46,12 @@ def run_world(size: int, kind: tuple[str, ...], folder: Path) -> tuple[list[dict
     return [json.loads(file.read_text()) if file.exists() else {} for file in files], output
 
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
-
-
-def test_brief_world(tmp_path: Path) -> None:
-    """Both strategies, a layer and a refusal: two processes that talk are seen in `make test` too."""
-    expect_passed(2, BRIEF, *run_world(2, BRIEF, tmp_path))
-
-
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
 @pytest.mark.parametrize("kind", ["default", pytest.param("slow", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_world(size: int, kind: str, tmp_path: Path) -> None:
-    expect_passed(size, checks_of(size, kind == "slow"), *run_world(size, (kind,), tmp_path))
-
-
-def expect_passed(size: int, names: Sequence[str], results: list[dict], output: str) -> None:
+    results, output = run_world(size, kind, tmp_path)
+    names = checks_of(size, kind == "slow")
     unfinished = [f"rank {rank}: {name}" for rank in range(size) for name in names if name not in results[rank]]
     failed = [f"rank {rank}: {n}\n{r['error']}" for rank in range(size) for n, r in results[rank].items() if r["error"]]
     assert not failed, f"{len(failed)} of {len(names) * size} checks failed\n" + "\n".join(failed[:3])
