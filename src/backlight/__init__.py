@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from backlight.api import Explanation, attention, attention_varlen, explain
     from backlight.attention_statistics import AttentionStatistics, statistics
     from backlight.errors import Unsupported
+    from backlight.slopes import alibi
     from backlight.spec import AttentionSpec
 
 __version__ = "0.1.0"
@@ -21,6 +22,7 @@ __all__ = [
     "Explanation",
     "Unsupported",
     "__version__",
+    "alibi",
     "attention",
     "attention_varlen",
     "explain",
@@ -43,6 +45,8 @@ HOMES = {
 def __getattr__(name: str) -> Any:
     if name == "mask":
         return importlib.import_module(f"{__name__}.mask")
+    if name == "alibi":
+        return importlib.import_module(f"{__name__}.slopes").alibi
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _load()
