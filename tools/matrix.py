@@ -52,10 +52,17 @@ class Environment:
     name: str
     torch: str = ""
     triton: str = ""
+    numpy: str = ""
+
+    @property
+    def pins(self) -> dict[str, str]:
+        """The versions it chooses itself, by package."""
+        return {name: version for name in ("torch", "triton", "numpy") if (version := getattr(self, name))}
 
 
 ENVIRONMENTS = (
-    Environment("torch-2.11", "2.11.0", "3.6.0"),
+    # the interpreter of Triton 3.6 makes numbers of arrays with one element, which NumPy refuses since 2.4
+    Environment("torch-2.11", "2.11.0", "3.6.0", numpy="2.3.5"),
     Environment("torch-2.12", "2.12.1", "3.7.1"),
     Environment("torch-2.13", "2.13.0", "3.7.1"),
     Environment("torch-2.14", "2.14.1", "3.8.0"),
@@ -84,9 +91,9 @@ PARTS: dict[str, list[str]] = {
 }
 
 
-def others(constraints: str) -> str:
-    """The pins without the two whose versions the environment chooses."""
-    return "".join(line for line in constraints.splitlines(True) if not re.match(r"(torch|triton)\b", line))
+def others(constraints: str, environment: Environment) -> str:
+    """The pins without those whose versions the environment chooses."""
+    return "".join(line for line in constraints.splitlines(True) if re.split(r"\W", line)[0] not in environment.pins)
 
 
 def installation(environment: Environment, python: Path, constraints: Path) -> list[str]:
@@ -95,7 +102,7 @@ def installation(environment: Environment, python: Path, constraints: Path) -> l
     if not environment.torch:
         # an installed version above its floor would be left as it is
         return [*into, "--upgrade", "--resolution", "lowest-direct"]
-    wanted = [f"torch=={environment.torch}", f"triton=={environment.triton}"]
+    wanted = [f"{name}=={version}" for name, version in environment.pins.items()]
     return [*into, "--constraints", str(constraints), *wanted]
 
 
@@ -108,7 +115,7 @@ def install(environment: Environment) -> Path:
         command = [uv(), "venv", "--no-config", "--quiet", "--python", PYTHON, str(place)]
         subprocess.run(command, check=True, cwd=ROOT, env=given)
     constraints = place / "constraints.txt"
-    constraints.write_text(others((ROOT / "constraints.txt").read_text()))
+    constraints.write_text(others((ROOT / "constraints.txt").read_text(), environment))
     subprocess.run(installation(environment, python, constraints), check=True, cwd=ROOT, env=given)
     return python
 
