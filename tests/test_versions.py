@@ -80,3 +80,18 @@ def test_a_failure_is_on_the_page(page: dict[str, Any]) -> None:
     assert page["cell"](bad) == "3 passed, **2 failed**"
     assert page["cell"]({"ok": False, "counts": {}, "failed": []}) == "**broke off**"
     assert page["failures"]({"lowest": {"parts": {"cli": bad}}})[-1] == "* lowest, cli: `tests/a.py::test_b`"
+
+
+def test_a_repaired_test_is_on_the_page_as_both(matrix: dict[str, Any], page: dict[str, Any]) -> None:
+    old = {"ok": False, "counts": {"passed": 3, "failed": 2}, "failed": ["a", "b"], "commit": "1"}
+    half = matrix["tried_again"](old, {"ok": False, "counts": {}, "failed": ["b"], "commit": "2"})
+    assert page["cell"](half) == "3 passed, 1 after a repair, **1 failed**"
+    assert page["failures"]({"lowest": {"parts": {"cli": half}}})[-2:] == [
+        "* lowest, cli: `a`, passes since at 2",
+        "* lowest, cli: `b`",
+    ]
+    whole = matrix["tried_again"](half, {"ok": True, "counts": {"passed": 2}, "failed": [], "commit": "3"})
+    assert page["cell"](whole) == "3 passed, 2 after a repair"
+    for ok, counts in (False, {}), (True, {"skipped": 2}):
+        none = matrix["tried_again"](old, {"ok": ok, "counts": counts, "failed": ["tests/x.py"][ok:], "commit": "2"})
+        assert page["cell"](none) == "3 passed, **2 failed**"
