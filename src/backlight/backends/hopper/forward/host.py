@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from backlight.backends.hopper.arguments import Packing
+from backlight.backends.hopper.compat import OWN_REGISTERS
 from backlight.backends.hopper.config import (
     ForwardConfig,
     elastic_config,
@@ -129,8 +130,11 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
             *mask_arguments(launch, schedule, tiles),
         ]
         constants = {"V": variant_of(launch, schedule, u is not None)}
-        maxnreg = 168 if config.consumers == 2 else 128
-        return {"grid": (schedule.programs,), "args": args, "constants": constants, "num_warps": 4, "maxnreg": maxnreg}
+        options = {"num_warps": 4, "maxnreg": 168 if config.consumers == 2 else 128}
+        if call.tau is not None:
+            # two sweeps share a tile's values
+            options |= OWN_REGISTERS
+        return {"grid": (schedule.programs,), "args": args, "constants": constants, **options}
 
     mask = (None,) * 4 if tiles is None else (tiles.folded, tiles.live, tiles.counts, tiles.first_key_tiles)
     tensors = (call.q, call.k, call.v, y, lse, cu_q, cu_k, first_tiles, counter, gate, u, *learned, *mask)
