@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from backlight.backends.intervals import trial
 from backlight.call import Call
 from backlight.config import resolve
 
@@ -94,6 +95,8 @@ def forward_heuristic(call: Call) -> ForwardConfig:
     if width <= 64 and rows <= SHORT:
         keep = keep and (keys > SHORT or not masked)
         return ForwardConfig(128, 2, stages=4, q_buffers=2, drawn=call.varlen, keep_first_max=keep)
+    if width <= 64 and call.rows is not None and "pair" in trial.ON:
+        return ForwardConfig(128, 2, stages=4, q_buffers=2, keep_first_max=keep)
     if width <= 64:
         return ForwardConfig(
             128, 3, pingpong=masked or keep, late_rescale=masked, keep_first_max=keep, q_buffers=1 if masked else 2
@@ -229,6 +232,8 @@ def keys_together(call: Call, config: BackwardConfig) -> int:
     width = padded(call.q.shape[-1])
     head = rows_of(call) * (2 * (width + padded(call.v.shape[-1])) + 4 * width) * min(call.group, 2)
     limit = TOGETHER if call.spec.left is not None else max(1, min(TOGETHER, L2 // head))
+    if call.rows is not None and "eight" in trial.ON:
+        limit = TOGETHER
     limit = config.together or (limit if is_masked(call) or call.varlen else 1)
     return max(n for n in range(1, min(limit, total) + 1) if total % n == 0)
 

@@ -9,11 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight.backends.intervals.kernels import Packing, _fold_kernel, _live_kernel, _order_kernel
+from backlight.backends.intervals import trial
+from backlight.backends.intervals.kernels import (
+    Packing,
+    _fold_kernel,
+    _key_lists_kernel,
+    _live_kernel,
+    _order_kernel,
+    _row_lists_kernel,
+)
 from backlight.call import Call
 
 # tiles that a program of `_live_kernel` looks at in one go
 CHUNK = 128
+# key tiles whose intervals a program of `_row_lists_kernel` looks at in one go, and pairs of row tile and key for which it pays
+WIDE_CHUNK = 32
+FEW_PAIRS = 1 << 22
 # (kernel, grid, arguments, constants, which of its launches)
 Start = Callable[[Any, tuple[int, ...], list[Any], dict[str, Any], str], None]
 
@@ -67,9 +78,15 @@ def _masks_of(rows: Tensor, pos: Tensor | None) -> tuple[int, int]:
     return max(rows.shape[0], 1 if pos is None else pos.shape[0]), rows.shape[1]
 
 
-def live_tiles(start: Start, call: Call, tiling: Tiling, of_rows: bool) -> LiveTiles:
+def lists_in_one(call: Call, row_tiles: int, varlen: bool) -> bool:
+    """Whether one launch makes the lists of row tiles."""
+    return call.rows is not None and call.pos is None and not varlen and row_tiles * call.k.shape[2] <= FEW_PAIRS
+
+
+def live_tiles(start: Start, call: Call, tiling: Tiling, of_rows: bool, counter: Tensor | None = None) -> LiveTiles:
     """The tiles that a kernel visits whose programs own row tiles (`of_rows`) or key tiles.
 
+    counter: set to 0 by the way; None where there is none.
     With pos, causal and window are not folded into the intervals: entries say where they have to be compared as well.
     """
     rows, pos, spec = call.rows, call.pos, call.spec
@@ -96,10 +113,51 @@ def live_tiles(start: Start, call: Call, tiling: Tiling, of_rows: bool) -> LiveT
     flags = {"LEFT": spec.left is not None, "RIGHT": spec.right is not None, "VARLEN": varlen, "POS": pos is not None}
     steps = [0 if size == 1 else step for size, step in zip(rows.shape[:2], rows.stride()[:2], strict=True)]
     side = "rows" if of_rows else "keys"
+    given = [rows, *steps, *rows.stride()[2:], folded]
+    if not of_rows and pos is None and "one_launch" in trial.ON:
+        del flags["POS"]
+        start(
+            _key_lists_kernel,
+            (owned, masks),
+            [*given, live, counts, packing, *lengths, heads, *reach, live.shape[-1]],
+            {"W": intervals, **flags, "BM": tiling.block_m, "BN": tiling.block_n, "CHUNK": CHUNK},
+            side,
+        )
+        return LiveTiles(folded, live, counts, packing.cu_key_tiles, rows, *mask_steps(call))
+    if of_rows and "one_launch" in trial.ON and lists_in_one(call, tiling.row_tiles, varlen):
+        zeroed = counts if counter is None else counter
+        start(
+            _row_lists_kernel,
+            (max(tiling.row_tiles, tiling.key_tiles + 1), masks),
+            [
+                *given,
+                live,
+                counts,
+                zeroed,
+                packing,
+                *lengths[:2],
+                heads,
+                *reach,
+                live.shape[-1],
+                tiling.key_tiles,
+                tiling.row_tiles,
+            ],
+            {
+                "W": intervals,
+                "LEFT": flags["LEFT"],
+                "RIGHT": flags["RIGHT"],
+                "COUNTER": counter is not None,
+                "BM": tiling.block_m,
+                "BN": tiling.block_n,
+                "CHUNK": WIDE_CHUNK,
+            },
+            side,
+        )
+        return LiveTiles(folded, live, counts, packing.cu_key_tiles, rows, *mask_steps(call))
     start(
         _fold_kernel,
         (tiling.key_tiles + 1, masks),
-        [rows, *steps, *rows.stride()[2:], folded, extremes, packing, *lengths, heads, *reach],
+        [*given, extremes, packing, *lengths, heads, *reach],
         {"W": intervals, **flags, "BN": tiling.block_n},
         side,
     )

@@ -98,6 +98,8 @@ class Variant(NamedTuple):
     SLOTS: int = 1
     # row intervals of a key: 0 without such a mask, which has causal and window folded in
     INTERVALS: int = 0
+    AHEAD: bool = False
+    UNSIGNED: bool = False
 
 
 @arguments

@@ -24,7 +24,7 @@ from backlight.backends.hopper.primitives import (
     stage_of,
     store_tile,
 )
-from backlight.backends.hopper.scores import rows_before, rows_from
+from backlight.backends.hopper.scores import rows_before, rows_from, rows_inside
 from backlight.backends.hopper.terms import row_band
 
 # rows of a block that may not see a key: none, those before its first row, those from its end on, both
@@ -264,7 +264,10 @@ def rows_within(p, s, limits, i):
     """Which rows of block i lie in row intervals: a tile like s [keys, rows]."""
     HELD: gl.constexpr = p.V.BM // 2 if p.V.WIDE else p.V.BM
     begin = i * p.V.BM
-    seen = rows_from(s, limits[0] - begin, HELD, True) & rows_before(s, limits[1] - begin, HELD, True)
+    if p.V.UNSIGNED:
+        seen = rows_inside(s, limits[0] - begin, limits[1] - begin, HELD)
+    else:
+        seen = rows_from(s, limits[0] - begin, HELD, True) & rows_before(s, limits[1] - begin, HELD, True)
     if p.V.INTERVALS == 2:
         seen = seen & (rows_before(s, limits[2] - begin, HELD, True) | rows_from(s, limits[3] - begin, HELD, True))
     return seen

@@ -14,6 +14,7 @@ from backlight.backends.hopper.compat import LATE_ADDRESSES, OWN_REGISTERS
 from backlight.backends.hopper.config import intervals_of, keys_together, room_for_dv
 from backlight.backends.hopper.launch import Launch, multiprocessors
 from backlight.backends.hopper.primitives import WM
+from backlight.backends.intervals import trial
 from backlight.backends.intervals.tiles import LiveTiles, Tiling, live_tiles
 
 
@@ -85,6 +86,8 @@ def main_variant(launch: Launch, rows: Rows, diagonals: Diagonals | None, split:
         BAND_FIRST=call.bias is not None and spec.right is not None and spec.bias_origin >= spec.right,
         SLOTS=1 if diagonals is None else diagonals.acc.shape[0],
         INTERVALS=intervals_of(call),
+        AHEAD="ahead" in trial.ON,
+        UNSIGNED="unsigned" in trial.ON,
     )
 
 
@@ -141,7 +144,15 @@ def narrow_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor) -> None:
             *mask_arguments(visiting),
         ]
         variant = Variant(
-            **launch.widths, BM=ROWS, BN=block_n, ST=STAGES, WARPS=4, **launch.flags, INTERVALS=intervals_of(call)
+            **launch.widths,
+            BM=ROWS,
+            BN=block_n,
+            ST=STAGES,
+            WARPS=4,
+            **launch.flags,
+            INTERVALS=intervals_of(call),
+            AHEAD="ahead" in trial.ON,
+            UNSIGNED="unsigned" in trial.ON,
         )
         options = {"num_warps": 4, "maxnreg": 168, **LATE_ADDRESSES, **OWN_REGISTERS}
         return {"grid": (programs,), "args": args, "constants": {"V": variant}, **options}

@@ -12,7 +12,7 @@ from backlight.backends.hopper.backward.key_tiles import (
     publish,
     publish_end,
 )
-from backlight.backends.hopper.backward.visits import load_every_row
+from backlight.backends.hopper.backward.visits import first_row_block, load_every_row
 from backlight.backends.hopper.barriers import KV_EMPTY, kv_threads
 from backlight.backends.hopper.primitives import bar_sync
 
@@ -37,8 +37,9 @@ def loader(p):
     while going:
         t = key_tile(p, number)
         publish(p, turn, number, turn, t)
+        first = first_row_block(p, t)
         load_k_and_v(p, t, turn)
-        count = load_every_row(p, t, count)
+        count = load_every_row(p, t, count, first)
         turn += 1
         number = drawn(p)
         going = number < p.n_tiles

@@ -12,7 +12,7 @@ from backlight.backends.hopper.backward.key_tiles import (
     publish,
     publish_end,
 )
-from backlight.backends.hopper.backward.visits import load_every_row
+from backlight.backends.hopper.backward.visits import first_row_block, load_every_row
 from backlight.backends.hopper.primitives import WM
 
 
@@ -25,6 +25,7 @@ def loader(p):
     while number < p.n_tiles:
         t = key_tile(p, number)
         publish(p, turn, number, visits, t)
+        first = first_row_block(p, t)
         if t.end > t.begin:
             side = visits & 1
             full = p.buffers.kv_full.index(side)
@@ -35,7 +36,7 @@ def loader(p):
                 load_keys(p, t, p.k_desc, w * WM, full, p.buffers.k.index(side * 2 + w))
                 load_keys(p, t, p.v_desc, w * WM, full, p.buffers.v.index(side * 2 + w))
             visits += 1
-        count = load_every_row(p, t, count)
+        count = load_every_row(p, t, count, first)
         turn += 1
         number = drawn(p)
     publish_end(p, turn)
