@@ -179,6 +179,13 @@ def fold_tile(
 
 
 @triton.jit
+def wider(extremes, first, end):
+    """Extremes, with more intervals among them."""
+    low, high, end_low, end_high = extremes
+    return tl.minimum(low, first), tl.maximum(high, first), tl.minimum(end_low, end), tl.maximum(end_high, end)
+
+
+@triton.jit
 def store_extremes(ptr, first, end):
     tl.store(ptr, tl.min(first, 0))
     tl.store(ptr + 1, tl.max(first, 0))
@@ -366,6 +373,7 @@ def _row_lists_kernel(
     BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The same for a row tile: every program looks at the intervals of all keys, which pays for short sequences only."""
+    LANES: tl.constexpr = 32 if BN > 32 else BN
     tile = tl.program_id(0)
     m = tl.program_id(1)
     if COUNTER:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
@@ -387,15 +395,21 @@ def _row_lists_kernel(
         full = 0
         for start in range(0, key_tiles, CHUNK):
             other = start + tl.arange(0, CHUNK)
-            key = other[:, None] * BN + tl.arange(0, BN)[None, :]
-            place = rows_ptr + key.to(tl.int64) * key_stride
-            first, end, hole, hole_end = folded_intervals(
-                place, end_stride, key, own, key < sk, left, right, W, LEFT, RIGHT, False
-            )
-            outer = tl.min(first, 1), tl.max(first, 1), tl.min(end, 1), tl.max(end, 1)
-            inner = outer
-            if W == 2:
-                inner = tl.min(hole, 1), tl.max(hole, 1), tl.min(hole_end, 1), tl.max(hole_end, 1)
+            # a warp holds all keys of a tile: minima and maxima meet in no shared memory
+            low = tl.full([CHUNK, LANES], NO_ROW, tl.int32)
+            outer = low, -low, low, -low
+            inner = low, -low, low, -low
+            for part in tl.static_range(BN // LANES):
+                key = other[:, None] * BN + part * LANES + tl.arange(0, LANES)[None, :]
+                place = rows_ptr + key.to(tl.int64) * key_stride
+                first, end, hole, hole_end = folded_intervals(
+                    place, end_stride, key, own, key < sk, left, right, W, LEFT, RIGHT, False
+                )
+                outer = wider(outer, first, end)
+                if W == 2:
+                    inner = wider(inner, hole, hole_end)
+            outer = tl.min(outer[0], 1), tl.max(outer[1], 1), tl.min(outer[2], 1), tl.max(outer[3], 1)
+            inner = tl.min(inner[0], 1), tl.max(inner[1], 1), tl.min(inner[2], 1), tl.max(inner[3], 1)
             empty, kind = classified(outer, inner, row, row_end, W)
             partial, full = appended(live_ptr, most, partial, full, other, other < key_tiles, empty, kind)
         if partial + full == 0:
