@@ -30,7 +30,7 @@ MASK, POS = {"rows": True, "causal": True}, {"rows": True, "pos": True, "causal"
 # kernels without a product of tiles
 SMALL = {
     *("_delta_kernel", "_table_kernel", "_dbias_sums_kernel", "_head_sums_kernel"),
-    *("_fold_kernel", "_live_kernel", "_order_kernel"),
+    *("_fold_kernel", "_live_kernel", "_order_kernel", "_key_lists_kernel"),
 }
 
 
@@ -77,8 +77,9 @@ def test_compiles_elsewhere(target: GPUTarget, spec: dict[str, object]) -> None:
         assert done.asm["cubin" if target.backend == "cuda" else "hsaco"]
     with_bias = {"_table_kernel", "_dbias_kernel", "_dbias_sums_kernel"} if "bias" in spec else set()
     with_mask = {"_fold_kernel", "_live_kernel"} if "rows" in spec else set()
+    with_lists = {"_key_lists_kernel"} if "rows" in spec and "pos" not in spec else set()
     with_pos = {"_order_kernel"} if "pos" in spec else set()
-    assert names == {"_fwd_kernel", "_delta_kernel", "_dq_kernel", "_dkdv_kernel"} | with_bias | with_mask | with_pos
+    assert names == {"_fwd_kernel", "_delta_kernel", "_dq_kernel", "_dkdv_kernel"} | with_bias | with_mask | with_lists | with_pos
 
 
 @pytest.mark.slow

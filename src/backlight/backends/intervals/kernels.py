@@ -143,8 +143,8 @@ def _fold_kernel(
     extremes [masks, key tiles + 1, w, 4]."""
     tile = tl.program_id(0)
     m = tl.program_id(1)
-    own, first, end, hole, hole_end = fold_tile(
-        rows_ptr, batch_stride, head_stride, end_stride, key_stride, folded_ptr, packing, tile, m, tl.num_programs(0),
+    _own, first, end, hole, hole_end = fold_tile(
+        rows_ptr, batch_stride, head_stride, end_stride, key_stride, folded_ptr, packing,
         sq, sk, n_segments, mask_heads, left, right, W, LEFT, RIGHT, VARLEN, POS, BN,
     )  # fmt: skip
     extremes_ptr += (tl.cast(m, tl.int64) * tl.num_programs(0) + tile) * (4 * W)
@@ -155,11 +155,14 @@ def _fold_kernel(
 
 @triton.jit
 def fold_tile(
-    rows_ptr, batch_stride, head_stride, end_stride, key_stride, folded_ptr, packing, tile, m, tiles,
+    rows_ptr, batch_stride, head_stride, end_stride, key_stride, folded_ptr, packing,
     sq, sk, n_segments, mask_heads, left, right,
     W: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, VARLEN: tl.constexpr, POS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """(the sequence of a key tile, first, end, hole, hole_end of its keys), which are stored; `tiles`: one more than there are."""
+    """(the sequence of the program's key tile, first, end, hole, hole_end of its keys), which are stored."""
+    tile = tl.program_id(0)
+    m = tl.program_id(1)
+    tiles = tl.num_programs(0)
     last = tile == tiles - 1
     own = sequence_of(tl.minimum(tile, tiles - 2), packing, sq, sk, n_segments, VARLEN, False)
     lanes = tl.arange(0, BN)
@@ -176,13 +179,6 @@ def fold_tile(
     tl.store(folded_ptr, first)
     tl.store(folded_ptr + BN, end)
     return own, first, end, hole, hole_end
-
-
-@triton.jit
-def wider(extremes, first, end):
-    """Extremes, with more intervals among them."""
-    low, high, end_low, end_high = extremes
-    return tl.minimum(low, first), tl.maximum(high, first), tl.minimum(end_low, end), tl.maximum(end_high, end)
 
 
 @triton.jit
@@ -330,21 +326,26 @@ def _live_kernel(
     tl.store(counts_ptr + at * 2 + 1, full)
 
 
-SIZES = ["batch_stride", "head_stride", "end_stride", "sq", "sk", "n_segments", "mask_heads", "left", "right", "most"]
-
-
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(
+    do_not_specialize=[
+        *("batch_stride", "head_stride", "end_stride", "sq", "sk", "n_segments", "mask_heads", "left", "right", "most"),
+        "total_at",
+    ]
+)
 def _key_lists_kernel(
     rows_ptr, batch_stride, head_stride, end_stride, key_stride, folded_ptr, live_ptr, counts_ptr, packing,
-    sq, sk, n_segments, mask_heads, left, right, most,
+    sq, sk, n_segments, mask_heads, left, right, most, total_ptr, total_at,
     W: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, VARLEN: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
+    TOTAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """`_fold_kernel` and `_live_kernel` of a key tile in one: the row tiles that see it follow from its own intervals alone."""
+    """`_fold_kernel` and `_live_kernel` of a key tile in one: the row tiles that see it follow from its own intervals alone.
+
+    TOTAL: how many tiles live is added, as a float, to place `total_at` of a tensor.
+    """
     tile = tl.program_id(0)
     m = tl.program_id(1)
     own, first, end, hole, hole_end = fold_tile(
-        rows_ptr, batch_stride, head_stride, end_stride, key_stride, folded_ptr, packing, tile, m, tl.num_programs(0),
+        rows_ptr, batch_stride, head_stride, end_stride, key_stride, folded_ptr, packing,
         sq, sk, n_segments, mask_heads, left, right, W, LEFT, RIGHT, VARLEN, False, BN,
     )  # fmt: skip
     outer = tl.min(first, 0), tl.max(first, 0), tl.min(end, 0), tl.max(end, 0)
@@ -363,57 +364,5 @@ def _key_lists_kernel(
         partial, full = appended(live_ptr, most, partial, full, other, other < n, empty, kind)
     tl.store(counts_ptr + at * 2, partial)
     tl.store(counts_ptr + at * 2 + 1, full)
-
-
-@triton.jit(do_not_specialize=[*SIZES, "key_tiles", "row_tiles"])
-def _row_lists_kernel(
-    rows_ptr, batch_stride, head_stride, end_stride, key_stride, folded_ptr, live_ptr, counts_ptr, counter_ptr, packing,
-    sq, sk, mask_heads, left, right, most, key_tiles, row_tiles,
-    W: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, COUNTER: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """The same for a row tile: every program looks at the intervals of all keys, which pays for short sequences only."""
-    LANES: tl.constexpr = 32 if BN > 32 else BN
-    tile = tl.program_id(0)
-    m = tl.program_id(1)
-    if COUNTER:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
-        if tile + m == 0:
-            tl.store(counter_ptr, 0)
-    if tile <= key_tiles:
-        fold_tile(
-            rows_ptr, batch_stride, head_stride, end_stride, key_stride, folded_ptr, packing, tile, m, key_tiles + 1,
-            sq, sk, 0, mask_heads, left, right, W, LEFT, RIGHT, False, False, BN,
-        )  # fmt: skip
-    if tile < row_tiles:
-        rows_ptr += tl.cast(m // mask_heads, tl.int64) * batch_stride + tl.cast(m % mask_heads, tl.int64) * head_stride
-        at = tl.cast(m, tl.int64) * row_tiles + tile
-        live_ptr += at * most
-        own = Sequence(0, 0, sq, sk, 0, 0, tile)
-        row = tile * BM
-        row_end = tl.minimum(row + BM, sq)
-        partial = 0
-        full = 0
-        for start in range(0, key_tiles, CHUNK):
-            other = start + tl.arange(0, CHUNK)
-            # a warp holds all keys of a tile: minima and maxima meet in no shared memory
-            low = tl.full([CHUNK, LANES], NO_ROW, tl.int32)
-            outer = low, -low, low, -low
-            inner = low, -low, low, -low
-            for part in tl.static_range(BN // LANES):
-                key = other[:, None] * BN + part * LANES + tl.arange(0, LANES)[None, :]
-                place = rows_ptr + key.to(tl.int64) * key_stride
-                first, end, hole, hole_end = folded_intervals(
-                    place, end_stride, key, own, key < sk, left, right, W, LEFT, RIGHT, False
-                )
-                outer = wider(outer, first, end)
-                if W == 2:
-                    inner = wider(inner, hole, hole_end)
-            outer = tl.min(outer[0], 1), tl.max(outer[1], 1), tl.min(outer[2], 1), tl.max(outer[3], 1)
-            inner = tl.min(inner[0], 1), tl.max(inner[1], 1), tl.min(inner[2], 1), tl.max(inner[3], 1)
-            empty, kind = classified(outer, inner, row, row_end, W)
-            partial, full = appended(live_ptr, most, partial, full, other, other < key_tiles, empty, kind)
-        if partial + full == 0:
-            tl.store(live_ptr, key_tiles * KINDS + FIRST + END)
-            partial += 1
-        tl.store(counts_ptr + at * 2, partial)
-        tl.store(counts_ptr + at * 2 + 1, full)
+    if TOTAL:
+        tl.atomic_add(total_ptr + total_at, tl.cast(partial + full, tl.float32), sem="relaxed")

@@ -17,7 +17,7 @@ from backlight.spec import LOG2E
 # integers of the main kernels: no value of theirs is compiled in
 NUMBERS = [
     *("dynamic", "counter", "n_segments", "n_tiles", "key_tiles", "row_tiles", "together"),
-    *("heads", "group", "sq", "sk", "left", "right", "mask_batch", "mask_head", "most"),
+    *("heads", "group", "sq", "sk", "left", "right", "mask_batch", "mask_head", "most", "few", "together_if_few"),
 ]
 
 
@@ -98,8 +98,6 @@ class Variant(NamedTuple):
     SLOTS: int = 1
     # row intervals of a key: 0 without such a mask, which has causal and window folded in
     INTERVALS: int = 0
-    AHEAD: bool = False
-    UNSIGNED: bool = False
 
 
 @arguments
@@ -138,6 +136,8 @@ class Backward(Sizes):
     mask_batch: Maybe
     mask_head: Maybe
     most: Maybe
+    few: Maybe
+    together_if_few: Maybe
     V: gl.constexpr
     buffers: Maybe
     Q_EMPTY: gl.constexpr

@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from backlight.backends.hopper.backward.key_tiles import (
     drawn,
+    heads_together,
     key_tile,
     load_keys,
     meet_arrivals,
@@ -33,9 +34,10 @@ def loader(p):
     count = p.sq * 0
     turn = count
     number = gl.program_id(0)
+    together = heads_together(p)
     going = turn == 0
     while going:
-        t = key_tile(p, number)
+        t = key_tile(p, number, together)
         publish(p, turn, number, turn, t)
         first = first_row_block(p, t)
         load_k_and_v(p, t, turn)

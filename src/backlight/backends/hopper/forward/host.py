@@ -22,8 +22,7 @@ from backlight.backends.hopper.forward.kernel import _fwd_kernel
 from backlight.backends.hopper.launch import Launch, descriptor, multiprocessors, readable, vector_fields
 from backlight.backends.hopper.primitives import LN2
 from backlight.backends.hopper.terms import cap_factor, single
-from backlight.backends.intervals import trial
-from backlight.backends.intervals.tiles import LiveTiles, Tiling, lists_in_one, live_tiles
+from backlight.backends.intervals.tiles import LiveTiles, Tiling, live_tiles
 from backlight.call import Call
 from backlight.spec import LOG2E
 
@@ -64,7 +63,7 @@ def variant_of(launch: Launch, schedule: Schedule, save_u: bool) -> Variant:
     share = share_q_and_o(config, launch.bd, launch.bdv, intervals)
     assert not (share and config.q_buffers > 1), "O would overwrite the Q of the next tile"
     keep_first_max = config.keep_first_max and (call.spec.left is None or intervals > 0)
-    full_first = intervals > 0 and keep_first_max and call.spec.softcap is None and "full_first" in trial.ON
+    full_first = intervals > 0 and keep_first_max and call.spec.softcap is None
     return Variant(
         D=launch.d,
         BD=launch.bd,
@@ -94,10 +93,9 @@ def variant_of(launch: Launch, schedule: Schedule, save_u: bool) -> Variant:
 
 
 def places_of(launch: Launch, config: ForwardConfig, intervals: int) -> int:
-    """Twice as many places for intervals as there are stages, where they fit: K is then released as soon as it was read."""
-    if "places" not in trial.ON or intervals == 0:
-        return config.stages
-    return config.stages if share_q_and_o(config, launch.bd, launch.bdv, 2 * intervals) else 2 * config.stages
+    """Places for the intervals of key blocks: with twice as many as stages, K is released as soon as it was read."""
+    fit = intervals > 0 and launch.bd <= 64 and not share_q_and_o(config, launch.bd, launch.bdv, 2 * intervals)
+    return 2 * config.stages if fit else config.stages
 
 
 def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -111,12 +109,8 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
         return y.zero_(), lse.copy_(torch.as_tensor(empty)), None if u is None else u.zero_()
     schedule = launch.once("forward", lambda: Schedule.of(launch))
     cu_q, cu_k, first_tiles, n_segments = launch.packing(call.cu_seqlens_q, schedule.config.block_m)
-    zeroed = clears_counter(launch, schedule)
-    if zeroed:
-        counter = torch.empty(1, dtype=torch.int32, device=call.q.device)
-    else:
-        counter = launch.counter(schedule.dynamic)
-    tiles = visited_tiles(launch, schedule, cu_q, cu_k, first_tiles, counter if zeroed else None)
+    tiles = visited_tiles(launch, schedule, cu_q, cu_k, first_tiles)
+    counter = launch.counter(schedule.dynamic)
     gate = None if call.gate is None else readable(call.gate)
     learned = launch.table, launch.sink, launch.tau
 
@@ -153,14 +147,7 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
     return y, lse, u
 
 
-def clears_counter(launch: Launch, schedule: Schedule) -> bool:
-    """Whether the kernel that makes lists sets the counter to 0."""
-    return schedule.dynamic and "one_launch" in trial.ON and lists_in_one(launch.call, schedule.row_tiles, launch.call.varlen)
-
-
-def visited_tiles(
-    launch: Launch, schedule: Schedule, cu_q: Tensor, cu_k: Tensor, first_tiles: Tensor, counter: Tensor | None
-) -> LiveTiles | None:
+def visited_tiles(launch: Launch, schedule: Schedule, cu_q: Tensor, cu_k: Tensor, first_tiles: Tensor) -> LiveTiles | None:
     """The key blocks that row tiles visit under a mask by row intervals."""
     call, config = launch.call, schedule.config
     if call.rows is None:
@@ -169,7 +156,7 @@ def visited_tiles(
     if call.cu_seqlens_k is not None:
         packing = (cu_q, cu_k, first_tiles, launch.first_tiles(call.cu_seqlens_k, config.block_n))
     tiling = Tiling(config.block_m, config.block_n, schedule.row_tiles, launch.key_tiles(config.block_n), *packing)
-    return live_tiles(launch.start_beside, call, tiling, of_rows=True, counter=counter)
+    return live_tiles(launch.start_beside, call, tiling, of_rows=True)
 
 
 def mask_arguments(launch: Launch, schedule: Schedule, tiles: LiveTiles | None) -> tuple[Any, ...]:

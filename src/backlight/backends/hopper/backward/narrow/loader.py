@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from backlight.backends.hopper.backward.key_tiles import (
     drawn,
+    heads_together,
     key_tile,
     load_keys,
     meet_arrivals,
@@ -22,8 +23,9 @@ def loader(p):
     visits = count
     turn = count
     number = gl.program_id(0)
+    together = heads_together(p)
     while number < p.n_tiles:
-        t = key_tile(p, number)
+        t = key_tile(p, number, together)
         publish(p, turn, number, visits, t)
         first = first_row_block(p, t)
         if t.end > t.begin:
