@@ -79,7 +79,9 @@ def test_compiles_elsewhere(target: GPUTarget, spec: dict[str, object]) -> None:
     with_mask = {"_fold_kernel", "_live_kernel"} if "rows" in spec else set()
     with_lists = {"_key_lists_kernel"} if "rows" in spec and "pos" not in spec else set()
     with_pos = {"_order_kernel"} if "pos" in spec else set()
-    assert names == {"_fwd_kernel", "_delta_kernel", "_dq_kernel", "_dkdv_kernel"} | with_bias | with_mask | with_lists | with_pos
+    assert (
+        names == {"_fwd_kernel", "_delta_kernel", "_dq_kernel", "_dkdv_kernel"} | with_bias | with_mask | with_lists | with_pos
+    )
 
 
 @pytest.mark.slow

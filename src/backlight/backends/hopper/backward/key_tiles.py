@@ -184,7 +184,7 @@ def published_tile(p, turn):
 
 
 @gluon.jit
-def heads_together(p):
+def side_by_side(p):
     """Key heads whose tiles lie side by side. Lists of few row blocks differ more in length: more heads even them out."""
     together = p.together
     if p.V.INTERVALS > 0:

@@ -6,12 +6,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from backlight.backends.hopper.backward.key_tiles import (
     drawn,
-    heads_together,
     key_tile,
     load_keys,
     meet_arrivals,
     publish,
     publish_end,
+    side_by_side,
 )
 from backlight.backends.hopper.backward.visits import first_row_block, load_every_row
 from backlight.backends.hopper.barriers import KV_EMPTY, kv_threads
@@ -34,7 +34,7 @@ def loader(p):
     count = p.sq * 0
     turn = count
     number = gl.program_id(0)
-    together = heads_together(p)
+    together = side_by_side(p)
     going = turn == 0
     while going:
         t = key_tile(p, number, together)
