@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
@@ -18,7 +19,10 @@ from backlight.contexts import Context, blocks, innermost
 from backlight.spec import LEARNED
 
 if TYPE_CHECKING:
-    from backlight.mask import Mask
+    import backlight.mask
+else:
+    # masks are loaded when somebody makes one, or asks for the type of `mask`
+    backlight = sys.modules["backlight"]
 
 # of the tiles that `explain` counts
 TILE = (128, 128)
@@ -36,7 +40,7 @@ class Options(TypedDict, total=False):
     sink: Tensor | None
     tau: Tensor | None
     gate: Tensor | None
-    mask: Mask | None
+    mask: backlight.mask.Mask | None
     deterministic: bool | None
     backend: str | None
     context: Context | None
@@ -66,7 +70,7 @@ def attention(
     sink: Tensor | None = None,
     tau: Tensor | None = None,
     gate: Tensor | None = None,
-    mask: Mask | None = None,
+    mask: backlight.mask.Mask | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str | None = None,
@@ -152,7 +156,7 @@ def attention_varlen(
     sink: Tensor | None = None,
     tau: Tensor | None = None,
     gate: Tensor | None = None,
-    mask: Mask | None = None,
+    mask: backlight.mask.Mask | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str | None = None,
