@@ -84,6 +84,19 @@ def test_compiles_elsewhere(target: GPUTarget, spec: dict[str, object]) -> None:
     )
 
 
+@pytest.mark.parametrize("intervals", [1, 2])
+def test_lists_of_key_tiles_that_are_counted(intervals: int) -> None:
+    """As the Hopper kernels ask for them, of every head."""
+    call = call_of(intervals=intervals, **MASK)
+    tiling = tiles.Tiling(64, 128, 4, 2)
+    with recorded(tiles) as launches:
+        tiles.live_tiles(
+            lambda kernel, grid, args, named, _: kernel[grid](*args, **named), call, tiling, False, (torch.zeros(8), 3)
+        )
+    (launched,) = launches
+    assert "atom.global.gpu.relaxed.add.f32" in launched.compile(SM90).asm["ptx"]
+
+
 @pytest.mark.slow
 def test_what_is_written_in_ptx_compiles_for_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host.Launch, "nvidia", True)
