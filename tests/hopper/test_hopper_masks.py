@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import emulator
+import triton
 from aot import SHARED_MEMORY, compiled
 
 from backlight import mask
@@ -200,8 +201,10 @@ def test_deterministic_masks_are_refused() -> None:
     assert "a mask by row intervals together with deterministic" in BACKEND.why_not(call)
 
 
-# bytes of the backward, none elsewhere; at D = 256 as many as without a mask (test_compiled.py), which Triton 3.9 comes near
-ALLOWED_SPILLS = {("_bwd_narrow_kernel", 64): 56, ("_bwd_kernel", 256): 32}
+# bytes of the backward, none elsewhere; at D = 256 as many as without a mask (test_compiled.py), which Triton 3.9 comes near.
+# the narrow kernel's one comparison without a sign spills 76 bytes with Triton 3.6 where two spilled 48: 4 % faster on the card
+NARROW = 80 if triton.__version__.startswith("3.6") else 56
+ALLOWED_SPILLS = {("_bwd_narrow_kernel", 64): NARROW, ("_bwd_kernel", 256): 32}
 
 
 @pytest.mark.slow
