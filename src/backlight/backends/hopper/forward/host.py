@@ -64,6 +64,7 @@ def variant_of(launch: Launch, schedule: Schedule, save_u: bool) -> Variant:
     share = share_q_and_o(config, launch.bd, launch.bdv, intervals)
     assert not (share and config.q_buffers > 1), "O would overwrite the Q of the next tile"
     keep_first_max = config.keep_first_max and (call.spec.left is None or intervals > 0)
+    full_first = intervals > 0 and keep_first_max and call.spec.softcap is None
     return Variant(
         D=launch.d,
         BD=launch.bd,
@@ -87,7 +88,15 @@ def variant_of(launch: Launch, schedule: Schedule, save_u: bool) -> Variant:
         SAVE_U=save_u,
         BIAS_KEEPS_MAX=keep_first_max and call.bias is not None and call.spec.softcap is None,
         INTERVALS=intervals,
+        FULL_FIRST=full_first,
+        PLACES=places_of(launch, config, intervals),
     )
+
+
+def places_of(launch: Launch, config: ForwardConfig, intervals: int) -> int:
+    """Places for the intervals of key blocks: with twice as many as stages, K is released as soon as it was read."""
+    fit = intervals > 0 and launch.bd <= 64 and not share_q_and_o(config, launch.bd, launch.bdv, 2 * intervals)
+    return 2 * config.stages if fit else config.stages
 
 
 def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
