@@ -187,7 +187,8 @@ def published_tile(p, turn):
 def side_by_side(p):
     """Key heads whose tiles lie side by side. Lists of few row blocks differ more in length: more heads even them out."""
     together = p.together
-    if p.V.INTERVALS > 0:
+    # the loader of wide heads has no register left for it with Triton 3.9
+    if p.V.INTERVALS > 0 and not p.V.WIDE:
         live = gl.load(p.counter_ptr + opaque(p.counter) + 1)
         together = gl.where(live.to(gl.int32) < p.few, p.together_if_few, together)
     return together
