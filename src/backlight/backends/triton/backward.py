@@ -1,11 +1,12 @@
 """Backward, split form of eq. 33: rows first (delta), then a kernel that owns rows (dq), one that owns keys (dk, dv), one that
-owns distances (dbias). No sum crosses programs without a fixed order, so every result repeats bitwise."""
+owns distances (dbias), one that owns pairs (dpair_bias) where they are shared. No sum crosses programs without a fixed order, so every result repeats bitwise."""
 
 from torch import Tensor
 
 from backlight.backends.triton.dbias import dbias_of
 from backlight.backends.triton.delta import prepare_rows
 from backlight.backends.triton.dkdv import dkdv_of
+from backlight.backends.triton.dpair import dpair_by_owner, dpair_of_columns, empty_columns, empty_tiles, way_of
 from backlight.backends.triton.dq import dq_of
 from backlight.backends.triton.launch import Launch
 from backlight.call import Call
@@ -17,10 +18,19 @@ def backward(
     launch = Launch(call)
     out: dict[str, Tensor] = {}
     rows = prepare_rows(launch, y, lse, u, dy, dlse, out)
-    if "dq" in needs:
-        out["dq"] = dq_of(launch, rows)
-    if needs & {"dk", "dv"}:
-        out["dk"], out["dv"] = dkdv_of(launch, rows)
+    way = way_of(call) if "dpair_bias" in needs else ""
+    if "dq" in needs or way == "tiles":
+        tiles = empty_tiles(launch) if way == "tiles" else None
+        out["dq"] = dq_of(launch, rows, tiles)
+        if tiles is not None:
+            out["dpair_bias"] = tiles
+    if needs & {"dk", "dv"} or way == "columns":
+        columns = empty_columns(launch) if way == "columns" else None
+        out["dk"], out["dv"] = dkdv_of(launch, rows, columns)
+        if columns is not None:
+            out["dpair_bias"] = dpair_of_columns(launch, columns)
+    if way == "owner":
+        out["dpair_bias"] = dpair_by_owner(launch, rows)
     if "dbias" in needs:
         out["dbias"] = dbias_of(launch, rows)
     return {name: out[name] for name in needs}

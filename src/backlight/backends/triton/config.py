@@ -78,7 +78,13 @@ def key_kernels(call: Call) -> tuple[str, ...]:
 def kernels_of(call: Call) -> tuple[str, ...]:
     """The kernels with a configuration that a call and its backward launch, in order."""
     forward = ("forward",) if call.tau is None else ("lse", "elastic")
-    return (*forward, "dq", *key_kernels(call), *(() if call.bias is None else ("dbias",)))
+    return (*forward, "dq", *key_kernels(call), *(() if call.bias is None else ("dbias",)), *pair_kernels(call))
+
+
+def pair_kernels(call: Call) -> tuple[str, ...]:
+    """A pair bias that batch entries or heads share has a kernel for its gradient, unless it is by key (`dpair.way_of`)."""
+    b = call.pair_bias
+    return () if b is None or b.shape[2] == 1 or b.shape[:2] == call.q.shape[:2] else ("dpair",)
 
 
 def variant_of(call: Call) -> str:
