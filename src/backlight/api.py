@@ -36,6 +36,7 @@ class Options(TypedDict, total=False):
     sink: Tensor | None
     tau: Tensor | None
     gate: Tensor | None
+    pair_bias: Tensor | None
     mask: Mask | None
     deterministic: bool | None
     backend: str | None
@@ -66,6 +67,7 @@ def attention(
     sink: Tensor | None = None,
     tau: Tensor | None = None,
     gate: Tensor | None = None,
+    pair_bias: Tensor | None = None,
     mask: Mask | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
@@ -73,6 +75,9 @@ def attention(
     context: Context | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention, differentiable in every tensor argument, in memory linear in the lengths.
+
+    q, k, v, gate and the output may have five axes, [B, N, H, S, D]: the call is that of a batch of B * N. A pair_bias of five,
+    [B, 1 or N, H, S, S], then serves all N entries of its b without a copy.
 
     Args:
         q: [B, Hq, Sq, D], any strides; fp16, bf16, fp32 or fp64.
@@ -87,6 +92,8 @@ def attention(
         sink: [Hq] learned logit in the denominator.
         tau: [Hq] elastic softmax: weights are relu(p + tau / n), n = visible keys of the row; negative tau prunes.
         gate: [B, Hq, Sq, Dv]; the output is multiplied by sigmoid(gate).
+        pair_bias: [Bb, Hq or 1, Sq or 1, Sk] added to scores before they are masked; in the dtype of q or fp32, any strides. Bb
+            divides B: each entry serves B / Bb consecutive ones of the batch. -inf hides a pair. Not together with tau.
         mask: which rows see a key, by intervals of rows (`backlight.mask`), on top of causal and window.
         return_lse: also return the log-sum-exp of each row, differentiable.
         deterministic: bitwise repeatable backward; None follows torch.are_deterministic_algorithms_enabled().
@@ -106,7 +113,7 @@ def attention(
         "bias_origin": bias_origin,
     }
     rows, pos = (None, None) if mask is None else mask_tensors(mask)
-    tensors = (q, k, v, bias, sink, tau, gate, rows, pos, None, None)
+    tensors = (q, k, v, bias, sink, tau, gate, pair_bias, rows, pos, None, None)
     return _attend(tensors, options, False, return_lse, backend, context)
 
 
@@ -152,6 +159,7 @@ def attention_varlen(
     sink: Tensor | None = None,
     tau: Tensor | None = None,
     gate: Tensor | None = None,
+    pair_bias: Tensor | None = None,
     mask: Mask | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
@@ -165,6 +173,7 @@ def attention_varlen(
         cu_seqlens_q: [Z + 1] int32 or int64: sequence z owns rows cu_seqlens_q[z] .. cu_seqlens_q[z + 1] - 1.
         cu_seqlens_k: the same for keys; None = cu_seqlens_q. Sequences may be empty on either side.
         gate: [Tq, Hq, Dv].
+        pair_bias: None; packed sequences have no pairs of all rows and keys.
         mask: of one batch entry, its rows counted over all of q. The other keywords are those of `attention`; alignment and
             distances are per sequence.
 
@@ -180,7 +189,7 @@ def attention_varlen(
         "bias_origin": bias_origin,
     }
     rows, pos = (None, None) if mask is None else mask_tensors(mask)
-    tensors = (q, k, v, bias, sink, tau, gate, rows, pos, cu_seqlens_q, cu_seqlens_k)
+    tensors = (q, k, v, bias, sink, tau, gate, pair_bias, rows, pos, cu_seqlens_q, cu_seqlens_k)
     return _attend(tensors, options, True, return_lse, backend, context)
 
 

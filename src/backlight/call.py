@@ -54,6 +54,7 @@ class Call:
     sink: Tensor | None = None
     tau: Tensor | None = None
     gate: Tensor | None = None
+    pair_bias: Tensor | None = None
     rows: Tensor | None = None
     pos: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
@@ -87,6 +88,11 @@ class Call:
     def group(self) -> int:
         """r = Hq / Hkv: query heads per key/value head."""
         return self.q.shape[1] // max(1, self.k.shape[1])
+
+    @property
+    def sharing(self) -> int:
+        """Consecutive batch entries that share an entry of the pair bias; 1 without one."""
+        return 1 if self.pair_bias is None else self.q.shape[0] // max(1, self.pair_bias.shape[0])
 
     @property
     def scale(self) -> float:

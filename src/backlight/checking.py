@@ -140,6 +140,27 @@ def _check_positions(term: Input, tensor: Tensor, call: Call) -> None:
         raise ValueError(f"{NAMED[term.name]} must be [{_or_one(batch)}, {rows}] (batch, rows of q), got shape {shape}")
 
 
+def _check_pairs(term: Input, tensor: Tensor, call: Call) -> None:
+    if call.cu_seqlens_q is not None:
+        raise ValueError(f"{term.name} must be None where sequences are packed: it belongs to rows and keys of a batch")
+    (batch, heads, rows, _), keys = call.q.shape, call.k.shape[2]
+    check_pair_sizes(term.name, tensor, (batch, heads, rows, keys))
+    if tensor.dtype not in (call.q.dtype, torch.float32):
+        raise TypeError(f"{term.name} must have the dtype of q, {call.q.dtype}, or float32, got {tensor.dtype}")
+    if call.tau is not None:
+        raise ValueError(f"tau counts visible keys, of which {term.name} may hide any with -inf: give one of the two, got both")
+
+
+def check_pair_sizes(name: str, tensor: Tensor, sizes: tuple[int, int, int, int]) -> None:
+    """Of a bias of pairs in a call of these sizes: batch, query heads, rows, keys."""
+    batch, heads, rows, keys = sizes
+    shape = tuple(tensor.shape)
+    fits = len(shape) == 4 and shape[1] in (1, heads) and shape[2] in (1, rows) and shape[3] == keys
+    if not (fits and (shape[0] == batch or (shape[0] > 0 and batch % shape[0] == 0))):
+        wanted = f"[a divisor of {batch}, {_or_one(heads)}, {_or_one(rows)}, {keys}] (batch, query heads, rows, keys)"
+        raise ValueError(f"{name} must be {wanted}, got shape {shape}")
+
+
 def _or_one(size: int) -> str:
     return "1" if size == 1 else f"1 or {size}"
 
@@ -151,6 +172,7 @@ SHAPES = {
     ("heads",): _check_per_head,
     ("heads", "distances"): _check_table,
     ("batch", "heads", "rows", "values"): _check_like_output,
+    ("batch", "heads", "rows", "keys"): _check_pairs,
     ("batch", "heads", "ends", "keys"): _check_ends,
     ("batch", "rows"): _check_positions,
 }

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from backlight.call import DTYPES, Call
+from backlight.checking import check_pair_sizes
 from backlight.problems.axes import AXES, OUTPUT_AXES, Sizes
-from backlight.spec import TERMS, AttentionSpec
+from backlight.spec import OF_PAIRS, TERMS, AttentionSpec
 
 # one head at a time, the oracle holds about so many Sq x Sk matrices, and the doctor so many copies of the tensors
 MATRICES, COPIES = 12, 16
@@ -162,6 +163,8 @@ def check_term(name: str, x: Any, q: Tensor, v: Tensor) -> None:
     _dense(name, x)
     if name in MASK:
         return _check_mask(name, x, q, v)
+    if name in OF_PAIRS:
+        return _check_pairs(name, x, q, v)
     unknown = [axis for axis in AXES[name] if axis not in ("heads", "distances")]
     if unknown:
         raise NotImplementedError(f"{name} has an axis of {unknown[0]}, and nothing is known here about its length")
@@ -171,6 +174,13 @@ def check_term(name: str, x: Any, q: Tensor, v: Tensor) -> None:
     if not fits or not x.is_floating_point():
         wanted = f"{SHAPES[name]} with Hq = {hq}"
         raise ValueError(f"{name} must be floating point of shape {wanted}, got {x.dtype} of {tuple(x.shape)}")
+
+
+def _check_pairs(name: str, x: Tensor, q: Tensor, v: Tensor) -> None:
+    """Batch, heads and rows may be fewer (`Call.sharing`)."""
+    if x.dtype not in (q.dtype, torch.float32):
+        raise ValueError(f"{name} must be {q.dtype} as q is, or torch.float32, got {x.dtype}")
+    check_pair_sizes(name, x, (*q.shape[:3], v.shape[2]))
 
 
 def _check_mask(name: str, x: Tensor, q: Tensor, v: Tensor) -> None:

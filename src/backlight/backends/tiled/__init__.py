@@ -13,7 +13,9 @@ from backlight.config import Config
 class TiledBackend:
     name = "tiled"
     summary = "plain PyTorch, any device, fp16 to fp64, every variant, linear memory"
-    takes = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "rows", "pos", "packed", "part"})
+    takes = frozenset(
+        {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed", "part"}
+    )
 
     def available(self) -> tuple[str, ...]:
         return ()
