@@ -1,13 +1,15 @@
 """Backward, split form of eq. 33: rows first (delta), then a kernel that owns rows (dq), one that owns keys (dk, dv), one that
-owns distances (dbias), one that owns pairs (dpair_bias) where they are shared. No sum crosses programs without a fixed order, so every result repeats bitwise."""
+owns distances (dbias), one that owns pairs which others share (dpair_bias); short rows have one for dq, dk and dv. No sum
+crosses programs without a fixed order, so every result repeats bitwise."""
 
 from torch import Tensor
 
 from backlight.backends.triton.dbias import dbias_of
-from backlight.backends.triton.delta import prepare_rows
+from backlight.backends.triton.delta import RowState, prepare_rows
 from backlight.backends.triton.dkdv import dkdv_of
 from backlight.backends.triton.dpair import dpair_by_owner, dpair_of_columns, empty_columns, empty_tiles, way_of
 from backlight.backends.triton.dq import dq_of
+from backlight.backends.triton.fused import fits, fused_of
 from backlight.backends.triton.launch import Launch
 from backlight.call import Call
 
@@ -19,6 +21,19 @@ def backward(
     out: dict[str, Tensor] = {}
     rows = prepare_rows(launch, y, lse, u, dy, dlse, out)
     way = way_of(call) if "dpair_bias" in needs else ""
+    if fits(call) and way in ("", "owner") and {"dq", "dk"} <= needs:
+        out["dq"], out["dk"], out["dv"] = fused_of(launch, rows)
+    else:
+        split(launch, rows, needs, way, out)
+    if way == "owner":
+        out["dpair_bias"] = dpair_by_owner(launch, rows)
+    if "dbias" in needs:
+        out["dbias"] = dbias_of(launch, rows)
+    return {name: out[name] for name in needs}
+
+
+def split(launch: Launch, rows: RowState, needs: frozenset[str], way: str, out: dict[str, Tensor]) -> None:
+    """dq, then dk and dv, and dpair_bias where one of their kernels has it."""
     if "dq" in needs or way == "tiles":
         tiles = empty_tiles(launch) if way == "tiles" else None
         out["dq"] = dq_of(launch, rows, tiles)
@@ -29,8 +44,3 @@ def backward(
         out["dk"], out["dv"] = dkdv_of(launch, rows, columns)
         if columns is not None:
             out["dpair_bias"] = dpair_of_columns(launch, columns)
-    if way == "owner":
-        out["dpair_bias"] = dpair_by_owner(launch, rows)
-    if "dbias" in needs:
-        out["dbias"] = dbias_of(launch, rows)
-    return {name: out[name] for name in needs}

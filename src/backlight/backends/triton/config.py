@@ -36,6 +36,8 @@ class KernelConfig:
     tma: bool = False
     # the dk/dv kernel reads lse and delta where it uses them, not ahead through shared memory
     direct: bool = False
+    # most registers of a thread: more programs run side by side; 0 leaves them to the compiler
+    registers: int = 0
 
     def __post_init__(self) -> None:
         if self.block_m + self.block_n > WIDEST_TILES:
@@ -50,6 +52,7 @@ class KernelConfig:
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "enable_fp_fusion": True,
+            **({"maxnreg": self.registers} if self.registers else {}),
         }
 
 
@@ -91,6 +94,8 @@ def variant_of(call: Call) -> str:
     """What decides between tables: the term that costs most, then whether tiles are cut by a mask."""
     if call.tau is not None:
         return "lazy"
+    if call.pair_bias is not None:
+        return "pair"
     if call.bias is not None:
         return "bias"
     if call.spec.softcap is not None:
@@ -150,6 +155,9 @@ def shipped(kernel: str, call: Call, device: Device) -> KernelConfig | None:
 def entry(table: Mapping[str, KernelConfig], kernel: str, call: Call) -> KernelConfig | None:
     """The variant's own entry, else that of plain attention with or without a mask; lse is a forward that keeps no o."""
     width, plain = max(64, width_of(call)), plain_of(call)
+    if call.pair_bias is not None and width_of(call) <= 32:
+        # where the products are short, the bias and its tiles decide
+        return table.get(f"{kernel}/32/pair")
     own = table.get(f"{kernel}/{width}/{variant_of(call)}")
     return own or table.get(f"{'forward' if kernel == 'lse' else kernel}/{width}/{plain}")
 

@@ -31,14 +31,14 @@ FEWEST_MEMBERS = 8
 COLUMNS = 128
 
 
-@triton.jit(do_not_specialize=["members", "each", "pitch16", "sq", "sk", "n_segments"])
+@triton.jit(do_not_specialize=["members", "each", "groups", "bias_heads", "pitch16", "sq", "sk", "n_segments"])
 def _dpair_kernel(
     q_rows, k_rows, v_rows, do_rows, q_desc, k_desc, v_desc, do_desc, minus_lse2_ptr, delta_ptr, table_ptr, pair, dpair,
     members, each, groups, own_heads, bias_heads, pitch16, mask, packing, geometry, sq, sk, n_segments,
     V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, entry of the bias * groups + group) adds up `each` of the members of its entry. dpair: [groups,Bb,Hb,Sq,Sk],
-    its batch the first two axes. own_heads: how many query heads share a head of the bias, of which there are bias_heads."""
+    """Program (tile, entry of the bias * groups + group) adds up `each` of the members of its entry. own_heads: how many query
+    heads share a head of the bias, of which there are bias_heads. dpair: [groups,Bb,Hb,Sq,Sk], its batch the first two axes."""
     key_tiles = tl.cdiv(sk, BN)
     i0 = tl.program_id(0) // key_tiles * BM
     j0 = tl.program_id(0) % key_tiles * BN
@@ -135,7 +135,7 @@ def dpair_of_columns(launch: Launch, columns: Tensor) -> Tensor:
     """[Bb,Hb,1,Sk] in the dtype of the bias."""
     call = launch.call
     assert call.pair_bias is not None
-    batch, heads, keys = columns.shape
+    _, heads, keys = columns.shape
     own_heads = heads // call.pair_bias.shape[1]
     strides = (call.sharing * heads * keys, keys, heads * keys, keys)
     return _summed(launch, columns, call.sharing * own_heads, own_heads, strides, 32)

@@ -28,8 +28,8 @@ LARGEST = tl.constexpr(3.0e38)
 @triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
 def _fwd_kernel(
     q_rows, k_rows, v_rows, k_desc, v_desc, gate_rows, y_rows, lse_ptr, table_ptr, sink_ptr, pair, pair_desc, mask, packing,
-    geometry, sq, sk, n_segments, V: tl.constexpr, LSE_ONLY: tl.constexpr, BOUNDED: tl.constexpr, TMA: tl.constexpr, PAIR_TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    geometry, sq, sk, n_segments, V: tl.constexpr, LSE_ONLY: tl.constexpr, BOUNDED: tl.constexpr, TMA: tl.constexpr,
+    PAIR_TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     block = row_block(packing, sq, sk, n_segments, geometry, V, BM)
     table_ptr = head_table(table_ptr, block.h, geometry, True)
@@ -113,8 +113,8 @@ def _fwd_kernel(
 
 def bounded(call: Call) -> bool:
     """Whether a softcap keeps exp2 of all logits within the range of fp32 and bf16, with room for sums: a row's maximum over
-    its first tile will do then. fp16 has no such range, biases and sink know no bound, and under a mask a row may see nothing of
-    the first tile."""
+    its first tile will do then. fp16 has no such range, biases and sink know no bound, and under a mask a row may see
+    nothing of the first tile."""
     spec = call.spec
     within = spec.softcap is not None and spec.softcap * LOG2E.value <= LARGEST_LOGIT
     unbounded = spec.bias or spec.pair_bias or spec.sink
