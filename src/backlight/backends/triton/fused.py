@@ -85,12 +85,12 @@ def _fused_kernel(
                     dk = tl.dot(dx, q, dk, input_precision=V.PRECISION)
                     # its rows have room for whole tiles
                     kept = own_kept_ptr + (i0 + tl.arange(0, BM))[:, None] * BD + tl.arange(0, BD)[None, :]
-                    dq = tl.load(kept, mask=j0 > 0, other=0.0)
-                    dq = tl.dot(tl.trans(dx), k, dq, input_precision=V.PRECISION)
+                    before = tl.load(kept, mask=j0 > 0, other=0.0)
+                    dq = tl.dot(tl.trans(dx), k, input_precision=V.PRECISION) * scale + before
                     tl.store(kept, dq, mask=n_keys > BN)
                     # no rows before the last tile of keys
                     n_rows = tl.where(n_keys > BN, 0, sq - i0)
-                    store_tile(at(dq_rows, b, h, i0), dq_rows.row, n_rows, dq * scale, BM, V.D, V.BD)
+                    store_tile(at(dq_rows, b, h, i0), dq_rows.row, n_rows, dq, BM, V.D, V.BD)
             store_tile(at(dk_rows, b, g, j0), dk_rows.row, n_keys, dk * scale, BN, V.D, V.BD)
             store_tile(at(dv_rows, b, g, j0), dv_rows.row, n_keys, dv, BN, V.DV, V.BDV)
             # what other threads have kept of dq is read next

@@ -22,24 +22,28 @@ class Pair(NamedTuple):
 @triton.jit
 def pair_tile(
     pair, descriptor, b, h, i0, j0, sq, V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    TURNED: tl.constexpr,
+    TURNED: tl.constexpr, BEFORE: tl.constexpr = False,
 ):  # fmt: skip
-    """fp32 [BM, BN] from row i0 and key j0 on, TURNED [BN, BM]; zero beyond the ends. By key: [1, BN] or [BN, 1]."""
+    """fp32 [BM, BN] from row i0 and key j0 on, TURNED [BN, BM]; zero beyond the ends. By key: [1, BN] or [BN, 1]. BEFORE: j0
+    may lie before the first key."""
     start = pair_start(pair, b, h, i0, j0)
     rows = tl.arange(0, BM)
     keys = tl.arange(0, BN)
+    exists = j0 + keys < pair.keys
+    if BEFORE:
+        exists = exists & (j0 + keys >= 0)
     if V.PAIR == 1:
-        value = tl.load(start + keys * pair.key, mask=j0 + keys < pair.keys, other=0.0)
+        value = tl.load(start + keys * pair.key, mask=exists, other=0.0)
         tile = value[:, None] if TURNED else value[None, :]
     elif TMA:
         tile = descriptor.load([b // pair.sharing, h, i0, j0]).reshape([BM, BN])
         if TURNED:
             tile = tl.trans(tile)
     elif TURNED:
-        inside = (j0 + keys < pair.keys)[:, None] & (i0 + rows < sq)[None, :]
+        inside = exists[:, None] & (i0 + rows < sq)[None, :]
         tile = tl.load(start + (keys[:, None] * pair.key + rows[None, :] * pair.row), mask=inside, other=0.0)
     else:
-        inside = (i0 + rows < sq)[:, None] & (j0 + keys < pair.keys)[None, :]
+        inside = (i0 + rows < sq)[:, None] & exists[None, :]
         tile = tl.load(start + (rows[:, None] * pair.row + keys[None, :] * pair.key), mask=inside, other=0.0)
     return tile.to(tl.float32)
 
