@@ -153,11 +153,12 @@ def shipped(kernel: str, call: Call, device: Device) -> KernelConfig | None:
 
 
 def entry(table: Mapping[str, KernelConfig], kernel: str, call: Call) -> KernelConfig | None:
-    """The variant's own entry, else that of plain attention with or without a mask; lse is a forward that keeps no o."""
+    """The variant's own entry, else that of plain attention with or without a mask; lse is a forward that keeps no o. A pair
+    bias has none but its own."""
     width, plain = max(64, width_of(call)), plain_of(call)
-    if call.pair_bias is not None and width_of(call) <= 32:
-        # where the products are short, the bias and its tiles decide
-        return table.get(f"{kernel}/32/pair")
+    if call.pair_bias is not None:
+        # its tiles take room beside the others, and where products are short they decide
+        return table.get(f"{kernel}/{max(32, width_of(call))}/pair")
     own = table.get(f"{kernel}/{width}/{variant_of(call)}")
     return own or table.get(f"{'forward' if kernel == 'lse' else kernel}/{width}/{plain}")
 
@@ -167,6 +168,8 @@ def heuristic(kernel: str, call: Call, device: Device) -> KernelConfig:
     width = width_of(call)
     if call.q.dtype == torch.float32:
         return _unrolled(kernel, width, device.arch)
+    if call.pair_bias is not None and device.shared >= LARGE and kernel != "dbias":
+        return _paired(kernel, width)
     return _wide(kernel, device.shared) if width > 128 else _usual(kernel, width, call, device.shared)
 
 
@@ -181,6 +184,17 @@ def _unrolled(kernel: str, width: int, arch: str) -> KernelConfig:
     # products of fp32 are unrolled: with larger tiles or fewer warps they spill, and keep ptxas busy for most of a minute
     tile = {"dkdv": (16, 32), "dbias": (16, 16)}.get(kernel, (32, 16))
     return KernelConfig(*tile, num_warps=8, num_stages=1)
+
+
+def _paired(kernel: str, width: int) -> KernelConfig:
+    """16 bits, a pair bias of up to 32 bits beside q, k and v."""
+    if width > 128:
+        rows, keys = {"forward": (64, 64), "dq": (64, 32), "dpair": (64, 64)}.get(kernel, (32, 64))
+        tma = kernel != "dpair"
+        return KernelConfig(rows, keys, 8 if kernel in ("dk", "dpair") else 4, 2 if tma else 1, tma)
+    if kernel == "fused":
+        return KernelConfig(64, 64, 4, 2, tma=True, direct=True, registers=168)
+    return KernelConfig(64, 64, 8 if width > 64 and kernel in ("dkdv", "dpair") else 4, 2, tma=True, direct=kernel == "dkdv")
 
 
 def _wide(kernel: str, shared: int) -> KernelConfig:

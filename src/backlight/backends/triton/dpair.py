@@ -62,27 +62,28 @@ def _dpair_kernel(
     stop = tl.minimum(first + each, members)
     if (j0 < span.start) | (j0 >= span.stop):
         stop = first
-    for member in range(first, stop):
-        b = entry_b * pair.sharing + member // own_heads
-        h = entry_h + member % own_heads
-        g = h // geometry.group
-        offset = row_state(b, h, 0, pitch16, geometry)
-        q = stream_tile(q_rows, q_desc, b, h, 0, i0, sq, BM, V.D, V.BD, TMA)
-        k = stream_tile(k_rows, k_desc, b, g, 0, j0, sk, BN, V.D, V.BD, TMA)
-        do = stream_tile(do_rows, do_desc, b, h, 0, i0, sq, BM, V.DV, V.BDV, TMA)
-        v = stream_tile(v_rows, v_desc, b, g, 0, j0, sk, BN, V.DV, V.BDV, TMA)
-        minus_lse2 = load_vector(minus_lse2_ptr + offset, i0, sq, float("-inf"), BM, False)[:, None]
-        delta = load_vector(delta_ptr + offset, i0, sq, 0.0, BM, False)[:, None]
-        t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
-        s, _ = logits_of(t, geometry.unit, bias + minus_lse2, geometry, V, "none")
-        if V.BIAS:
-            entry = table_entry(i0 + shift - j0 + geometry.bias_origin, geometry, True)
-            s = add_bias(s, geometry.unit, head_table(table_ptr, h, geometry, True), entry, j0, span, geometry, V, BM, BN)
-        dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
-        intervals = intervals_of(mask, b, h, segment, sq, sk, n_segments, geometry, V, BN)
-        p, _ = tile_weights(s, 0.0, 0.0, position, keys, at_edge, intervals, segment, packing, geometry, V, BN)
-        ds, _ = tile_gradient(p, p, dp, delta, t, V)
-        total += ds
+    if first < stop:
+        for member in range(first, stop):
+            b = entry_b * pair.sharing + member // own_heads
+            h = entry_h + member % own_heads
+            g = h // geometry.group
+            offset = row_state(b, h, 0, pitch16, geometry)
+            q = stream_tile(q_rows, q_desc, b, h, 0, i0, sq, BM, V.D, V.BD, TMA)
+            k = stream_tile(k_rows, k_desc, b, g, 0, j0, sk, BN, V.D, V.BD, TMA)
+            do = stream_tile(do_rows, do_desc, b, h, 0, i0, sq, BM, V.DV, V.BDV, TMA)
+            v = stream_tile(v_rows, v_desc, b, g, 0, j0, sk, BN, V.DV, V.BDV, TMA)
+            minus_lse2 = load_vector(minus_lse2_ptr + offset, i0, sq, float("-inf"), BM, False)[:, None]
+            delta = load_vector(delta_ptr + offset, i0, sq, 0.0, BM, False)[:, None]
+            t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
+            s, _ = logits_of(t, geometry.unit, bias + minus_lse2, geometry, V, "none")
+            if V.BIAS:
+                entry = table_entry(i0 + shift - j0 + geometry.bias_origin, geometry, True)
+                s = add_bias(s, geometry.unit, head_table(table_ptr, h, geometry, True), entry, j0, span, geometry, V, BM, BN)
+            dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
+            intervals = intervals_of(mask, b, h, segment, sq, sk, n_segments, geometry, V, BN)
+            p, _ = tile_weights(s, 0.0, 0.0, position, keys, at_edge, intervals, segment, packing, geometry, V, BN)
+            ds, _ = tile_gradient(p, p, dp, delta, t, V)
+            total += ds
     entries = tl.num_programs(1) // groups // bias_heads
     store_pair(dpair, group * entries + entry_b, entry_h, i0, j0, sq, total, BM, BN)
 
