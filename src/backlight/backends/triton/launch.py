@@ -107,8 +107,8 @@ class Launch(Preparing):
         """The pair bias, or what is shaped like it."""
         if tensor is None:
             return Pair(self.q, 0, 0, 0, 0, 1, 0)
-        strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape[:3], tensor.stride(), strict=False)]
-        return Pair(tensor, *strides, tensor.stride(3), self.call.sharing, tensor.shape[3])
+        batch, head, row = (0 if tensor.shape[axis] == 1 else tensor.stride(axis) for axis in range(3))
+        return Pair(tensor, batch, head, row, tensor.stride(3), self.call.sharing, tensor.shape[3])
 
     def mask(self, config: KernelConfig, of_rows: bool) -> Mask:
         """The mask by row intervals, as a kernel reads it whose programs own row tiles or key tiles."""
