@@ -58,10 +58,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     # weights are formed by the tiled backend's own code: no second copy of scores, mask and elastic weights
     "attention_statistics": {"spec", "call", "running", "api", "backends.tiled"},
-    "": {"spec", "errors", "mask", "api", "attention_statistics"},
+    "slopes": {"arguments"},
+    "": {"spec", "errors", "mask", "slopes", "api", "attention_statistics"},
     # the options of a layer are checked by the code that checks those of a call
     "nn": {"spec", "arguments", "binding", "mask", "api", ""},
-    "compat": {"spec", "arguments", "api", ""},
+    "compat": {"spec", "arguments", "mask", "api", ""},
     "integrations": {"_private", "spec", "arguments", "intervals", "mask", "api", ""},
     # blocks of a sharded call go to a backend each: it looks one up, as `running` does
     "distributed": {

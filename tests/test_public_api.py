@@ -25,6 +25,7 @@ OPTIONS = {
     "sink": None,
     "tau": None,
     "gate": None,
+    "pair_bias": None,
     "mask": None,
     "return_lse": False,
     "deterministic": None,
@@ -35,7 +36,7 @@ OPTIONS = {
 
 def test_exported_names() -> None:
     exported = {"AttentionSpec", "AttentionStatistics", "Explanation", "Unsupported", "__version__"}
-    exported |= {"attention", "attention_varlen", "explain", "mask", "statistics"}
+    exported |= {"alibi", "attention", "attention_varlen", "explain", "mask", "statistics"}
     assert set(backlight.__all__) == exported
     assert all(hasattr(backlight, name) for name in exported)
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from backlight.api import Explanation, attention, attention_varlen, explain
     from backlight.attention_statistics import AttentionStatistics, statistics
     from backlight.errors import Unsupported
+    from backlight.slopes import alibi
     from backlight.spec import AttentionSpec
 
 __version__ = "0.1.0"
@@ -21,6 +22,7 @@ __all__ = [
     "Explanation",
     "Unsupported",
     "__version__",
+    "alibi",
     "attention",
     "attention_varlen",
     "explain",
@@ -33,6 +35,7 @@ HOMES = {
     "AttentionStatistics": "attention_statistics",
     "Explanation": "api",
     "Unsupported": "errors",
+    "alibi": "slopes",
     "attention": "api",
     "attention_varlen": "api",
     "explain": "api",

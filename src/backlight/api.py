@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from backlight import direct, operators, registry
 from backlight.arguments import shown
-from backlight.binding import Tensors, Window, bind, bind_like_before, mask_tensors, tensors_given
+from backlight.binding import Tensors, Window, bind, bind_like_before, flattened, mask_tensors, tensors_given
 from backlight.call import Call
 from backlight.contexts import Context, blocks, innermost
 from backlight.spec import LEARNED
@@ -199,6 +199,8 @@ def _attend(
     """Both public calls: directly where nothing looks at them, through operators or a context elsewhere."""
     if return_lse is not True and return_lse is not False:
         raise _no_flag("return_lse", return_lse)
+    if not packed and isinstance(tensors[0], Tensor) and tensors[0].dim() == 5:
+        return _attend_grid(tensors, options, return_lse, backend, context)
     if context is not None or blocks:
         context = innermost(context)
     # a context checks it itself, so that the other ranks hear of it
@@ -213,10 +215,22 @@ def _attend(
         if context is None:
             y, lse = operators.attention(bind(tensors, options, packed), backend)
         else:
-            y, lse = context.attention(partial(bind, tensors, options, packed), backend)
+            y, lse = context.attention(partial(bind, tensors, options, packed, sharded=True), backend)
         if packed:
             y, lse = y[0].transpose(0, 1), lse[0]
     return (y, lse) if return_lse else y  # type: ignore[return-value]
+
+
+def _attend_grid(
+    tensors: Tensors, options: dict[str, Any], return_lse: bool, backend: str | None, context: Context | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Tensors of five axes, [B, N, H, S, D]."""
+    tensors, grid = flattened(tensors)
+    found = _attend(tensors, options, False, return_lse, backend, context)
+    if return_lse:
+        y, lse = found
+        return y.unflatten(0, grid), lse.unflatten(0, grid)
+    return found.unflatten(0, grid)  # type: ignore[union-attr]
 
 
 def _attend_packed(
@@ -286,7 +300,7 @@ def explain(
         call = bound()
         reasons = registry.refusals(call)
     else:
-        call, reasons = context.explain(bound, backend)
+        call, reasons = context.explain(partial(bound, sharded=True), backend)
     wanted = reasons if backend is None else {backend: reasons[backend]}
     chosen = next((name for name, why in wanted.items() if not why), None)
     tiles = _tile_shares(call) if call.rows is not None and context is None and not call.rows.is_meta else None
@@ -323,6 +337,8 @@ def _binding(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, optio
         raise TypeError("cu_seqlens_q must be given with cu_seqlens_k, got None")
     options = dict(options)
     tensors = tensors_given(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    if cu_seqlens_q is None and isinstance(q, Tensor) and q.dim() == 5:
+        tensors, _ = flattened(tensors)
     return partial(bind, tensors, options, cu_seqlens_q is not None)
 
 

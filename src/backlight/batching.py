@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
-from backlight.spec import LEARNED, TENSOR_NAMES, TENSORS
+from backlight.spec import LEARNED, OF_PAIRS, TENSOR_NAMES, TENSORS
 
 # the axis of heads in each tensor of the two operators
 HEADS = {each.name: place for each in TENSORS for place, axis in enumerate(each.axes) if axis in ("heads", "kv_heads")}
 HEADS |= dict.fromkeys(("y", "u", "lse", "dy", "dlse"), 1)
 BORDERS = ("cu_seqlens_q", "cu_seqlens_k")
 # those that may have one head for all of them
-SHARED_HEADS = tuple(each.name for each in TENSORS if each.name in HEADS and not each.learned)
+SHARED_HEADS = tuple(each.name for each in TENSORS if each.name in HEADS and (each.of_pairs or not each.learned))
 SAVED = ("y", "lse", "u", "dy", "dlse")
 
 
@@ -33,11 +33,14 @@ def fold(name: str, x: Tensor | None, axis: int | None, size: int, heads_of_q: i
             raise NotImplementedError(f"torch.func.vmap over {name} is not supported{advice}")
         return x
     if name in SHARED_HEADS:
-        if axis is None and x.shape[heads] == 1:
+        if axis is None and x.shape[heads] == 1 and name not in OF_PAIRS:
             return x
         if axis is not None:
             x, axis = x.movedim(axis, heads), heads
             x = x.expand(*x.shape[: heads + 1], heads_of_q, *x.shape[heads + 2 :])
+        else:
+            # each entry has a gradient of its own
+            x = x.expand(*x.shape[:heads], heads_of_q, *x.shape[heads + 1 :])
     if axis is None:
         x = x.unsqueeze(heads).expand(*x.shape[:heads], size, *x.shape[heads:])
     else:
@@ -72,4 +75,9 @@ def attention_backward(run: Callable[..., Any], size: int, in_dims: tuple[Any, .
     saved = [fold(*entry, size, heads) for entry in zip(SAVED, args[first:-1], in_dims[first:-1], strict=True)]
     grads = run(*folded, *args[count:first], *saved, args[-1])
     found = [unfold(x, HEADS[name], size) for name, x in zip(LEARNED, grads, strict=True)]
+    for name in OF_PAIRS:
+        place = LEARNED.index(name)
+        (x, axis), given, batched = found[place], args[place], in_dims[place]
+        if axis is not None and (given if batched is None else given.movedim(batched, 0)[0]).shape[HEADS[name]] == 1:
+            found[place] = x.sum(dim=axis + 1, keepdim=True), axis
     return tuple(x for x, _ in found), tuple(axis for _, axis in found)

@@ -170,6 +170,20 @@ def tensors_of(call: Call) -> tuple[Tensor | None, ...]:
     return found if found[-1] is not found[-2] else (*found[:-1], None)
 
 
+def check_pair_sizes(pair_bias: Tensor, sizes: tuple[int, ...]) -> None:
+    """Raises unless a pair bias fits a call of these sizes: batch, query heads, rows, keys."""
+    batch, heads, rows, keys = sizes
+    shape = tuple(pair_bias.shape)
+    fits = len(shape) == 4 and shape[1] in (1, heads) and shape[2] in (1, rows) and shape[3] == keys
+    if not (fits and (shape[0] == batch or (shape[0] > 0 and batch % shape[0] == 0))):
+        wanted = f"[a divisor of {batch}, {one_or(heads)}, {one_or(rows)}, {keys}] (batch, query heads, rows, keys)"
+        raise ValueError(f"pair_bias must be {wanted}, got shape {shape}")
+
+
+def one_or(size: int) -> str:
+    return "1" if size == 1 else f"1 or {size}"
+
+
 class Memory(dict[tuple[Any, ...], Known]):
     """Decisions by layout. When full it starts anew: lengths that never come again must not pile up."""
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight.call import DTYPES, Call
-from backlight.checking import check_pair_sizes
+from backlight.call import DTYPES, Call, check_pair_sizes
 from backlight.problems.axes import AXES, OUTPUT_AXES, Sizes
 from backlight.spec import OF_PAIRS, TERMS, AttentionSpec
 
@@ -180,7 +179,7 @@ def _check_pairs(name: str, x: Tensor, q: Tensor, v: Tensor) -> None:
     """Batch, heads and rows may be fewer (`Call.sharing`)."""
     if x.dtype not in (q.dtype, torch.float32):
         raise ValueError(f"{name} must be {q.dtype} as q is, or torch.float32, got {x.dtype}")
-    check_pair_sizes(name, x, (*q.shape[:3], v.shape[2]))
+    check_pair_sizes(x, (*q.shape[:3], v.shape[2]))
 
 
 def _check_mask(name: str, x: Tensor, q: Tensor, v: Tensor) -> None:

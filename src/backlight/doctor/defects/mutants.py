@@ -237,11 +237,11 @@ def after(**changes: Callable[[Outputs, Call], Tensor]) -> Callable[[Outputs, Ca
 def top_left(spec: AttentionSpec) -> Callable[..., Tensor]:
     """Stage s with rows aligned to the first key instead of the last."""
 
-    def s(capped, bias, column, visible):
+    def s(capped, bias, column, pair_bias, visible):
         sq, sk = capped.shape
         size = max(sq, sk)
         square = spec.allowed(size, size, capped.device)[:sq, :sk]
-        return STAGES["s"].compute(capped, bias, column + (sq - sk), square)
+        return STAGES["s"].compute(capped, bias, column + (sq - sk), pair_bias, square)
 
     return s
 
