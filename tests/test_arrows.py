@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -130,10 +131,15 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def imported(path: Path, module: str) -> set[str]:
     """Modules of the package that a file imports anywhere, function bodies included."""
     out = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             out |= {_below(alias.name) for alias in node.names if alias.name.split(".")[0] == "backlight"}
         elif isinstance(node, ast.ImportFrom):
@@ -228,6 +234,6 @@ def test_the_table_would_notice() -> None:
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module or "backlight")
 def test_no_print(module: str) -> None:
     """Output goes through a rich console."""
-    calls = [node for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes(MODULES[module]) if isinstance(node, ast.Call)]
     lines = [node.lineno for node in calls if isinstance(node.func, ast.Name) and node.func.id == "print"]
     assert not lines, f"backlight.{module} prints on lines {lines}"

@@ -233,6 +233,5 @@ if __name__ == "__main__":
         variants_table(),
         training_table(),
         overhead_table(),
-        masks_table(),
         sep="\n\n",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
@@ -18,7 +19,10 @@ from backlight.contexts import Context, blocks, innermost
 from backlight.spec import LEARNED
 
 if TYPE_CHECKING:
-    from backlight.mask import Mask
+    import backlight.mask
+else:
+    # masks are loaded when somebody makes one, or asks for the type of `mask`
+    backlight = sys.modules["backlight"]
 
 # of the tiles that `explain` counts
 TILE = (128, 128)
@@ -37,7 +41,7 @@ class Options(TypedDict, total=False):
     tau: Tensor | None
     gate: Tensor | None
     pair_bias: Tensor | None
-    mask: Mask | None
+    mask: backlight.mask.Mask | None
     deterministic: bool | None
     backend: str | None
     context: Context | None
@@ -68,7 +72,7 @@ def attention(
     tau: Tensor | None = None,
     gate: Tensor | None = None,
     pair_bias: Tensor | None = None,
-    mask: Mask | None = None,
+    mask: backlight.mask.Mask | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str | None = None,
@@ -160,7 +164,7 @@ def attention_varlen(
     tau: Tensor | None = None,
     gate: Tensor | None = None,
     pair_bias: Tensor | None = None,
-    mask: Mask | None = None,
+    mask: backlight.mask.Mask | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str | None = None,

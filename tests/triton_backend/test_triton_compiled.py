@@ -24,13 +24,13 @@ from backlight.config import override
 from backlight.spec import AttentionSpec
 
 SM80, SM90, GFX942 = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
-KERNELS = (forward, elastic, delta, dq, dkdv, dbias, dpair, fused, table, small, tiles)
+KERNELS = (forward, elastic, delta, dq, dkdv, dbias, dpair, fused, table, small, tiles, host)
 EVERYTHING = {"causal": True, "window": (100, None), "softcap": 20.0, "bias": True, "sink": True, "tau": True, "gate": True}
 MASK, POS = {"rows": True, "causal": True}, {"rows": True, "pos": True, "causal": True, "bias": True}
 # kernels without a product of tiles
 SMALL = {
     *("_delta_kernel", "_table_kernel", "_dbias_sums_kernel", "_head_sums_kernel"),
-    *("_fold_kernel", "_live_kernel", "_order_kernel", "_pair_sums_kernel"),
+    *("_fold_kernel", "_live_kernel", "_order_kernel", "_pair_sums_kernel", "_counts_kernel"),
 }
 
 

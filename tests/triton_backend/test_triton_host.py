@@ -25,8 +25,9 @@ from counting import functions_entered, memory_operations
 from triton.backends.compiler import GPUTarget
 
 import backlight
-from backlight import binding
+from backlight import binding, mask
 from backlight.backends import triton as backend
+from backlight.backends.intervals import tiles
 from backlight.backends.replaying import program, replay
 from backlight.backends.triton import dbias, delta, dkdv, dq, elastic, forward, launch, small, table
 from backlight.backends.triton.config import KernelConfig
@@ -34,7 +35,7 @@ from backlight.call import Call, Memory
 from backlight.config import override
 from backlight.spec import AttentionSpec
 
-MODULES = (forward, elastic, delta, dq, dkdv, dbias, table, small)
+MODULES = (forward, elastic, delta, dq, dkdv, dbias, table, small, launch, tiles)
 KERNELS = [
     kernel for module in MODULES for name, kernel in vars(module).items() if name.startswith("_") and name.endswith("_kernel")
 ]
@@ -157,6 +158,9 @@ def memory(a: Any, b: Any, given: set[int]) -> bool:
         ({"gate": torch.zeros(1, 4, D, 96, dtype=torch.bfloat16).mT}, 2 + 4),
         ({"softcap": 3.0}, 1 + 3),
         ({"deterministic": True}, 1 + 3),
+        ({"mask": mask.chunks(40, 96)}, 3 + 7),
+        ({"mask": mask.chunks(40, 96), "tau": torch.zeros(4)}, 5 + 9),
+        ({"mask": mask.tree([-1, *range(95)]), "tau": torch.zeros(4), "causal": False}, 6 + 11),
         ({"packed": True}, 2 + 5),
         ({"packed": True, "bias": torch.zeros(4, 8)}, 3 + 8),
     ],

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight import intervals
 from backlight.backends.intervals.tiles import Tiling, live_tiles, mask_steps
 from backlight.backends.replaying.preparing import Preparing
 from backlight.backends.replaying.program import start
 from backlight.backends.triton import small
 from backlight.backends.triton.config import KernelConfig, config_of, padded
+from backlight.backends.triton.counts import _counts_kernel
 from backlight.backends.triton.pair import Pair
 from backlight.backends.triton.primitives import Geometry, Packing, Rows, Variant
 from backlight.backends.triton.table import table_of
@@ -140,7 +140,20 @@ class Launch(Preparing):
         if part is not None:
             assert part.n is not None
             return compact(part.n)
-        return self.q if self.call.rows is None or self.call.tau is None else intervals.visible_counts(self.call)
+        return self.q if self.call.rows is None or self.call.tau is None else self._count(self.call.rows)
+
+    def _count(self, rows: Tensor) -> Tensor:
+        call, config = self.call, self.config("elastic")
+        mask = self.mask(config, of_rows=True)
+        batch, heads = mask.live.shape[0] // rows.shape[1], rows.shape[1]
+        n = torch.empty((batch, heads, call.q.shape[2]), dtype=torch.int32, device=rows.device)
+        tiles, _ = self.row_grid(config.block_m)
+        if tiles:
+            packing, geometry, *lengths = self.shared(call.cu_seqlens_q, config.block_m, self.q)
+            named = {"V": self.variant, "BM": config.block_m, "BN": config.block_n}
+            args = [n, mask, packing, geometry._replace(heads=heads), *lengths]
+            self.start_beside(_counts_kernel, (tiles, batch * heads), args, named, "rows")
+        return n
 
     @property
     def logit_units(self) -> tuple[float, float]:
@@ -229,10 +242,10 @@ class Launch(Preparing):
         batch, heads, sk, _ = self.call.k.shape
         return self.tiles(sk, self.call.cu_seqlens_k, block), batch * heads
 
-    def shared(self, cu_seqlens: Tensor | None, block: int) -> tuple[Any, ...]:
-        """packing by tiles of `block` along `cu_seqlens`, geometry, sq, sk, number of segments."""
+    def shared(self, cu_seqlens: Tensor | None, block: int, n: Tensor | None = None) -> tuple[Any, ...]:
+        """packing by tiles of `block` along `cu_seqlens` and n, geometry, sq, sk, number of segments."""
         call = self.call
-        n = self.counts
+        n = self.counts if n is None else n
         lengths = (self.geometry, call.q.shape[2], call.k.shape[2])
         if cu_seqlens is None:
             return (Packing(self.q, self.q, self.q, n), *lengths, 0)
