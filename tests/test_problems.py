@@ -26,7 +26,8 @@ def test_every_term_is_drawn_in_its_shape_and_dtype() -> None:
     sizes = Sizes.of(call)
     assert tuple(tensors_of(call)) == LEARNED
     for name, x in tensors_of(call).items():
-        assert x.shape == sizes.shape(name)
+        # one pair bias for the whole batch
+        assert x.shape == ((1, *sizes.shape(name)[1:]) if name == "pair_bias" else sizes.shape(name))
         assert x.dtype == draw.dtype_of(name, BF16)
 
 

@@ -35,7 +35,6 @@ HOMES = {
     "AttentionStatistics": "attention_statistics",
     "Explanation": "api",
     "Unsupported": "errors",
-    "alibi": "slopes",
     "attention": "api",
     "attention_varlen": "api",
     "explain": "api",
@@ -46,6 +45,8 @@ HOMES = {
 def __getattr__(name: str) -> Any:
     if name == "mask":
         return importlib.import_module(f"{__name__}.mask")
+    if name == "alibi":
+        return importlib.import_module(f"{__name__}.slopes").alibi
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _load()

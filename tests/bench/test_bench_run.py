@@ -363,7 +363,10 @@ def test_compare_names_regressions_and_exits_with_1(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nothing"], "no suite is called 'nothing'; there are plain, variants, terms, masks, cpu, smoke, memory, overhead"),
+        (
+            ["nothing"],
+            "no suite is called 'nothing'; there are plain, variants, terms, masks, pair, cpu, smoke, memory, overhead",
+        ),
         (["smoke", "--contenders", "nobody"], "no contender is called 'nobody'"),
         (["smoke", "--device", "abacus"], "--device must be auto or a torch device"),
         (["--profile", "nothing"], "no case is called 'nothing'"),

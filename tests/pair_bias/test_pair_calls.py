@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch.func import grad, vmap
 
 import backlight
 from backlight.distributed import simulated_attention
+from backlight.distributed.context import ContextParallel
+from backlight.distributed.simulation import Simulated, simulate
 
 B, N, H, S, D = 2, 3, 4, 9, 8
 
@@ -159,3 +162,30 @@ def test_compiled() -> None:
     found, want = (torch.autograd.grad(f(q, b).square().sum(), (q, b)) for f in (compiled, attend))
     for one, other in zip(found, want, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_shares_of_ranks_add_up(heads: int) -> None:
+    """sum_learned=False leaves each rank its share of the gradient."""
+    q, b = torch.randn(1, 2, 8, 4), torch.randn(1, heads, 8, 8)
+
+    def gradient(sum_learned: bool, rank: Simulated) -> Tensor:
+        context = ContextParallel(rank, strategy="all_to_all", sum_learned=sum_learned)
+        own, pairs = context.shard(q, 2), b.clone().requires_grad_()
+        y = backlight.attention(own, own, own, pair_bias=pairs, context=context)
+        return torch.autograd.grad(y.square().sum(), pairs)[0]
+
+    summed, shares = (simulate(2, partial(gradient, whole)) for whole in (True, False))
+    torch.testing.assert_close(summed[0], shares[0] + shares[1])
+    torch.testing.assert_close(summed[0], summed[1])
+
+
+def test_ranks_are_told_about_a_pair_bias_that_does_not_fit() -> None:
+    def attend(rank: Simulated) -> str:
+        context = ContextParallel(rank, strategy="all_to_all")
+        own = context.shard(torch.randn(1, 2, 8, 4), 2)
+        with pytest.raises(ValueError, match=re.escape("1 or 8, 8] (batch, query heads, rows, keys), got shape (1, 2, 4, 4)")):
+            backlight.attention(own, own, own, pair_bias=torch.zeros(1, 2, 4, 4), context=context)
+        return "told"
+
+    assert simulate(2, attend) == ["told", "told"]

@@ -36,18 +36,18 @@ class Options:
     """What a call has besides its differentiable tensors.
 
     counting: the tensors without a gradient, masks and borders.
-    pair_heads: heads of the pair bias as it was given, 0 without one: of a rank's own it cannot be told whether all share it.
     number: which of its context's calls it is, counted alike on every rank.
     compared: ranks make sure that they are in the same backward before they send anything.
+    pair_heads: heads of the pair bias as it was given, 0 without one: of a rank's own it cannot be told whether all share it.
     """
 
     spec: AttentionSpec
     counting: tuple[Tensor | None, ...]
     deterministic: bool
     sum_learned: bool
-    pair_heads: int = 0
     number: int = 0
     compared: bool = True
+    pair_heads: int = 0
 
     def call(self, tensors: tuple[Tensor | None, ...]) -> Call:
         return call_with(self.spec, (*tensors, *self.counting), self.deterministic)
@@ -55,7 +55,7 @@ class Options:
 
 def options_of(call: Call, sum_learned: bool, **rest: Any) -> Options:
     pair_heads = 0 if call.pair_bias is None else call.pair_bias.shape[1]
-    return Options(call.spec, counting_tensors(call), call.deterministic, sum_learned, pair_heads, **rest)
+    return Options(call.spec, counting_tensors(call), call.deterministic, sum_learned, pair_heads=pair_heads, **rest)
 
 
 def run(strategy: Strategy, call: Call, sum_learned: bool, number: int = 0, compared: bool = True) -> tuple[Tensor, Tensor]:

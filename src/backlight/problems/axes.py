@@ -73,18 +73,19 @@ def cut_call(call: Call, ranges: Mapping[str, slice], **changes: Any) -> Call:
     """The call of a part: every tensor cut along the same axes."""
     whole = {name: x for name, x in tensors_of(call).items() if name not in OF_PAIRS}
     parts = {name: cut(name, x, ranges) for name, x in whole.items()}
-    return with_tensors(call, parts | _cut_pairs(call, ranges) | _cut_mask(call, ranges), **changes)
+    if call.pair_bias is not None:
+        parts["pair_bias"] = cut_pairs(call.pair_bias, call.q.shape[0], ranges)
+    return with_tensors(call, parts | _cut_mask(call, ranges), **changes)
 
 
-def _cut_pairs(call: Call, ranges: Mapping[str, slice]) -> dict[str, Tensor]:
-    """The pair bias of a part; a batch that shares entries in another way gets an entry for each."""
-    if call.pair_bias is None:
-        return {}
-    x, batch = call.pair_bias, call.q.shape[0]
-    if "batch" in ranges and x.shape[0] not in (1, batch):
-        x = x.repeat_interleave(call.sharing, dim=0)
-    shared = [axis for axis, size in zip(AXES["pair_bias"], x.shape, strict=True) if size == 1 and axis != "keys"]
-    return {"pair_bias": cut("pair_bias", x, {axis: at for axis, at in ranges.items() if axis not in shared})}
+def cut_pairs(x: Tensor, batch: int, ranges: Mapping[str, slice]) -> Tensor:
+    """The part of a pair bias of a call of that batch; entries that no longer serve equally many are repeated."""
+    sizes = dict(zip(AXES["pair_bias"], x.shape, strict=True))
+    wanted = {axis: at for axis, at in ranges.items() if axis == "keys" or sizes.get(axis, 1) > 1}
+    if "batch" in wanted and x.shape[0] != batch:
+        owners = [b // (batch // x.shape[0]) for b in range(batch)[wanted.pop("batch")]]
+        x = x[owners[0] : owners[0] + 1] if len(set(owners)) == 1 else x[owners]
+    return cut("pair_bias", x, wanted)
 
 
 def _cut_mask(call: Call, ranges: Mapping[str, slice]) -> dict[str, Tensor]:

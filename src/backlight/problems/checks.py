@@ -24,7 +24,7 @@ LARGEST_SEED = 2**62
 LETTERS = {"batch": "B", "heads": "Hq", "rows": "Sq", "keys": "Sk", "values": "Dv", "distances": "n", "ends": "2 or 4"}
 SHAPES = {term.name: f"[{', '.join(LETTERS.get(axis, axis) for axis in term.axes)}]" for term in TERMS}
 MASK = ("rows", "pos")
-NUMBERS: dict[str, tuple[type, ...]] = {"bias": (int,), "tau": (int, float)}
+NUMBERS: dict[str, tuple[type, ...]] = {"bias": (int,), "tau": (int, float), "pair_bias": (tuple,)}
 
 
 # --- single arguments -------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def check_terms(spec: AttentionSpec, terms: dict[str, Any]) -> None:
             continue
         numbers = NUMBERS.get(name, ())
         if isinstance(value, bool) or not isinstance(value, (Tensor, *numbers)):
-            kinds = {"bias": " or a number of columns", "tau": " or a number"}.get(name, "")
+            kinds = {"bias": " or a number of columns", "tau": " or a number", "pair_bias": " or words"}.get(name, "")
             raise TypeError(f"{name} must be a tensor {SHAPES[name]}{kinds} or None, got {value!r:.60}")
         if not getattr(spec, name):
             raise ValueError(f"{name} was given and would be ignored: the spec says {name}=False")

@@ -26,7 +26,7 @@ Stages = Mapping[str, Callable[..., Tensor]]
 Outputs = dict[str, Tensor]
 SAVED_ROWS = ("lse", "y", "o", "u")
 RECOMPUTED = ("x", "capped", "s", "p", "p_sink", "m", "a")
-GRADIENT_STAGES = ("do", "dgate", "dp", "dv", "delta", "ds", "dbias", "dsink", "dtau", "dx", "dq", "dk")
+GRADIENT_STAGES = ("do", "dgate", "dp", "dv", "delta", "ds", "dbias", "dsink", "dtau", "dpair_bias", "dx", "dq", "dk")
 # matmul operands that a kernel rounds to its storage dtype
 OPERANDS = ("a", "dx", "y", "do", *(f"d{each.name}" for each in TENSORS if each.like_q))
 

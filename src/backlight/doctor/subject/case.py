@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from backlight.problems import checks
-from backlight.problems.axes import cut, cut_mask
+from backlight.problems.axes import cut, cut_mask, cut_pairs
 from backlight.problems.draw import borders
-from backlight.spec import LEARNED, TERM_NAMES, AttentionSpec
+from backlight.spec import LEARNED, OF_PAIRS, TERM_NAMES, AttentionSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +101,9 @@ class Case:
         ranges = {axis: slice(length) for axis, length in lengths.items()}
         known = [name for name in (*LEARNED, "do") if name in self.tensors]
         wanted = [name for name in known if name not in TERM_NAMES or getattr(self.spec, name)]
-        learned = {name: cut(name, self.tensors[name], ranges) for name in wanted}
+        learned = {name: cut(name, self.tensors[name], ranges) for name in wanted if name not in OF_PAIRS}
+        batch = len(self.tensors["q"])
+        learned |= {name: cut_pairs(self.tensors[name], batch, ranges) for name in wanted if name in OF_PAIRS}
         masks = [name for name in ("rows", "pos") if name in self.tensors and getattr(self.spec, name)]
         return learned | {name: cut_mask(name, self.tensors[name], ranges) for name in masks}
 
