@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from backlight.backends.triton import dpair, fused
+from backlight.backends.triton import BACKEND, dpair, fused
 from backlight.backends.triton import launch as host
 from backlight.backends.triton.config import KernelConfig
 from backlight.config import override
@@ -77,23 +77,49 @@ def test_members_in_groups(monkeypatch: pytest.MonkeyPatch, programs: int) -> No
     assert verdict.ok, verdict
 
 
+@pytest.mark.parametrize("slots", [4, 1000])
 @pytest.mark.parametrize(
     "case",
     [
-        one("shared", SHARED, b=3),
-        one("shared,hidden,gqa", ("pairs", "heads", "rows", "hidden"), b=4, hq=4, dlse=True),
-        one("no gradient by pairs", BY_KEY, b=2),
-        one("everything", ("rows",), hkv=1, d=20, dv=12, **EVERYTHING),
+        one("shared", SHARED, b=5),
+        one("shared by two,hidden", ("pairs", "heads", "rows", "hidden"), b=4, dlse=True),
+        one("all share,wide,strided", ("rows", "wide", "strided"), b=3, d=20, dv=12, softcap=3.0),
     ],
     ids=case_id,
 )
-def test_dq_dk_dv_in_one_kernel(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    """Fewer programs than heads: each goes from one head to the next, with the same memory for dq."""
+def test_the_backward_in_one_kernel(monkeypatch: pytest.MonkeyPatch, case: Case, slots: int) -> None:
+    """Fewer programs than heads: each goes from one batch entry to the next."""
     monkeypatch.setattr(fused, "FEWEST_HEADS", 1)
-    monkeypatch.setattr(fused, "SLOTS", 3)
-    with tiles(16, 16):
+    monkeypatch.setattr(fused, "SLOTS", slots)
+    monkeypatch.setattr("backlight.backends.triton.backward.split", None)
+    with tiles(64, 64):
         verdict = verdict_of(case, torch.float16)
     assert verdict.ok, f"{case.name}\n{verdict}"
+
+
+LEFT: list[dict[str, object]] = [{"hq": 4}, {"causal": True}, {"sink": True, "gate": True}, {"mask": "run"}, {"bias": 9}]
+
+
+@pytest.mark.parametrize("options", LEFT, ids=str)
+def test_what_the_one_kernel_leaves_to_others(monkeypatch: pytest.MonkeyPatch, options: dict[str, object]) -> None:
+    monkeypatch.setattr(fused, "FEWEST_HEADS", 1)
+    monkeypatch.setattr("backlight.backends.triton.backward.fused_of", None)
+    with tiles(64, 64):
+        verdict = verdict_of(one("left", SHARED, **options), torch.float16)
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("words", [SHARED, BY_KEY], ids=str)
+def test_one_kernel_without_the_gradient_of_the_bias(monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+    problem, needs = one("given", words, dlse=True).make(torch.float16), frozenset({"dq", "dk", "dv"})
+    found = []
+    with tiles(64, 64):
+        y, lse, _ = BACKEND.forward(problem.call, False)
+        for fewest in (1, 1000):
+            monkeypatch.setattr(fused, "FEWEST_HEADS", fewest)
+            found.append(BACKEND.backward(problem.call, y, lse, None, problem.dy, problem.dlse, needs))
+    for name in needs:
+        torch.testing.assert_close(found[0][name], found[1][name], rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("words", [SHARED, OWN, (*SHARED, "wide", "hidden")], ids=str)

@@ -1,6 +1,6 @@
 """Backward, split form of eq. 33: rows first (delta), then a kernel that owns rows (dq), one that owns keys (dk, dv), one that
-owns distances (dbias), one that owns pairs which others share (dpair_bias); short rows have one for dq, dk and dv. No sum
-crosses programs without a fixed order, so every result repeats bitwise."""
+owns distances (dbias), one that owns pairs which others share (dpair_bias); short rows have one for all. No sum crosses
+programs without a fixed order, so every result repeats bitwise."""
 
 from torch import Tensor
 
@@ -19,12 +19,14 @@ def backward(
 ) -> dict[str, Tensor]:
     launch = Launch(call)
     out: dict[str, Tensor] = {}
-    rows = prepare_rows(launch, y, lse, u, dy, dlse, out)
     way = way_of(call) if "dpair_bias" in needs else ""
-    if fits(call) and way in ("", "owner") and {"dq", "dk"} <= needs:
-        out["dq"], out["dk"], out["dv"] = fused_of(launch, rows)
-    else:
-        split(launch, rows, needs, way, out)
+    if way in ("", "owner") and {"dq", "dk"} <= needs and fits(launch):
+        out, dpair_bias = fused_of(launch, y, lse, dy, dlse, way == "owner")
+        if dpair_bias is not None:
+            out["dpair_bias"] = dpair_bias
+        return {name: out[name] for name in needs}
+    rows = prepare_rows(launch, y, lse, u, dy, dlse, out)
+    split(launch, rows, needs, way, out)
     if way == "owner":
         out["dpair_bias"] = dpair_by_owner(launch, rows)
     if "dbias" in needs:

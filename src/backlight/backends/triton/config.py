@@ -1,8 +1,8 @@
 """Tile sizes of the Triton kernels: the shipped table of a measured card, a heuristic by shared memory elsewhere.
 
 A table holds for its card and for others of the same architecture, where they have as much shared memory. Nothing here looks at
-lengths, so that a new length never makes a kernel compile again. The dbias kernel sums diagonals of tiles that are at least as
-wide as high: its block_m may not exceed its block_n.
+lengths, so that a new length never makes a kernel compile again, but for a pair bias with rows of one tile at most. The dbias
+kernel sums diagonals of tiles that are at least as wide as high: its block_m may not exceed its block_n.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def heuristic(kernel: str, call: Call, device: Device) -> KernelConfig:
     if call.q.dtype == torch.float32:
         return _unrolled(kernel, width, device.arch)
     if call.pair_bias is not None and device.shared >= LARGE and kernel != "dbias":
-        return _paired(kernel, width)
+        return _paired(kernel, width, call.q.shape[2] <= 64)
     return _wide(kernel, device.shared) if width > 128 else _usual(kernel, width, call, device.shared)
 
 
@@ -186,15 +186,26 @@ def _unrolled(kernel: str, width: int, arch: str) -> KernelConfig:
     return KernelConfig(*tile, num_warps=8, num_stages=1)
 
 
-def _paired(kernel: str, width: int) -> KernelConfig:
-    """16 bits, a pair bias of up to 32 bits beside q, k and v."""
+def _paired(kernel: str, width: int, short: bool) -> KernelConfig:
+    """16 bits, a pair bias of up to 32 bits beside q, k and v. Measured on an H200: heads up to 32 with a shared bias, 64 with
+    one of their own."""
     if width > 128:
         rows, keys = {"forward": (64, 64), "dq": (64, 32), "dpair": (64, 64)}.get(kernel, (32, 64))
         tma = kernel != "dpair"
         return KernelConfig(rows, keys, 8 if kernel in ("dk", "dpair") else 4, 2 if tma else 1, tma)
     if kernel == "fused":
-        return KernelConfig(64, 64, 4, 2, tma=True, direct=True, registers=168)
-    return KernelConfig(64, 64, 8 if width > 64 and kernel in ("dkdv", "dpair") else 4, 2, tma=True, direct=kernel == "dkdv")
+        return KernelConfig(64, 64, 4, 2, tma=True, registers=168)
+    if width > 64:
+        return KernelConfig(64, 64, 8 if kernel in ("dkdv", "dpair") else 4, 2, tma=True, direct=kernel == "dkdv")
+    if kernel == "forward":
+        if width > 32:
+            return KernelConfig(128, 64, 8, 3, tma=True)
+        return KernelConfig(64, 64, 4, 2, tma=True, registers=96) if short else KernelConfig(128, 64, 4, 2, tma=True)
+    if kernel == "dkdv":
+        if width > 32:
+            return KernelConfig(128, 64, 4, 2, tma=True)
+        return KernelConfig(64, 64, 4, 2, tma=True, direct=True, registers=128)
+    return KernelConfig(64, 64, 4, 3 if kernel == "dq" or width <= 32 else 2, tma=True)
 
 
 def _wide(kernel: str, shared: int) -> KernelConfig:

@@ -26,7 +26,7 @@ from backlight.backends.triton.visits import intervals_of
 from backlight.call import Call
 
 # programs that a large card should have to choose from, and members that are worth a partial sum
-PROGRAMS = 528
+PROGRAMS = 1056
 FEWEST_MEMBERS = 8
 COLUMNS = 128
 
@@ -139,7 +139,7 @@ def dpair_of_columns(launch: Launch, columns: Tensor) -> Tensor:
     _, heads, keys = columns.shape
     own_heads = heads // call.pair_bias.shape[1]
     strides = (call.sharing * heads * keys, keys, heads * keys, keys)
-    return _summed(launch, columns, call.sharing * own_heads, own_heads, strides, 32)
+    return summed(launch, columns, call.sharing * own_heads, own_heads, strides, 32)
 
 
 def dpair_by_owner(launch: Launch, rows: RowState) -> Tensor:
@@ -153,12 +153,12 @@ def dpair_by_owner(launch: Launch, rows: RowState) -> Tensor:
     members = call.sharing * own_heads
     tiles = triton.cdiv(sq, config.block_m) * triton.cdiv(sk, config.block_n)
     each, groups = groups_of(members, tiles * entries * bias_heads)
-    dpair = torch.empty_like(call.pair_bias)
-    parts = dpair
-    target = launch.pair_of(dpair)._replace(sharing=1)
-    if groups > 1:
-        parts = torch.empty(groups, entries, bias_heads, sq, sk, dtype=torch.float32, device=call.q.device)
-        target = Pair(parts, bias_heads * sq * sk, sq * sk, sk, 1, 1, sk)
+    if groups == 1:
+        made = torch.empty_like(call.pair_bias)
+        target = launch.pair_of(made)._replace(sharing=1)
+    else:
+        made = torch.empty(groups, entries, bias_heads, sq, sk, dtype=torch.float32, device=call.q.device)
+        target = Pair(made, bias_heads * sq * sk, sq * sk, sk, 1, 1, sk)
     tma, (q_desc, do_desc) = launch.descriptors(config, config.block_m, launch.q, rows.do)
     tma_keys, (k_desc, v_desc) = launch.descriptors(config, config.block_n, launch.k, launch.v)
     launch.start(
@@ -179,9 +179,9 @@ def dpair_by_owner(launch: Launch, rows: RowState) -> Tensor:
         **config.launch,
     )
     if groups == 1:
-        return dpair
+        return made
     pairs = sq * sk
-    return _summed(launch, parts, groups, 1, (bias_heads * pairs, pairs, entries * bias_heads * pairs, 0), 4)
+    return summed(launch, made, groups, 1, (bias_heads * pairs, pairs, entries * bias_heads * pairs, 0), 4)
 
 
 def groups_of(members: int, tiles: int) -> tuple[int, int]:
@@ -191,7 +191,7 @@ def groups_of(members: int, tiles: int) -> tuple[int, int]:
     return each, triton.cdiv(members, each)
 
 
-def _summed(launch: Launch, parts: Tensor, members: int, own_heads: int, strides: tuple[int, ...], at_once: int) -> Tensor:
+def summed(launch: Launch, parts: Tensor, members: int, own_heads: int, strides: tuple[int, ...], at_once: int) -> Tensor:
     """`_pair_sums_kernel`, `at_once` members at a time."""
     pair_bias = launch.call.pair_bias
     assert pair_bias is not None

@@ -1,9 +1,8 @@
-"""dq, dk, dv in one kernel, for many short sequences without a mask: a program owns all keys of a key head and all rows that
-see them, a tile of keys after the other, in [keys, rows] tiles as `dkdv`.
+"""The whole backward in one kernel, for many short sequences that share a pair bias: a program owns a head and goes from one
+batch entry to the next, in a [keys, rows] tile that holds all of them.
 
-dk and dv of the tile stay in registers. dq comes back for every tile of keys: it is kept in fp32 in memory that belongs to the
-program alone, and goes from one head to the next, so that it stays in cache. Five products a pair instead of seven, one
-exponential instead of two, and every sum in a fixed order.
+Its tile of the bias stays in registers, and so does its part of dpair_bias, which `_pair_sums_kernel` adds up in a fixed order.
+delta is made on the way. Five products a pair instead of seven, one exponential instead of three.
 """
 
 import torch
@@ -11,22 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.config import width_of
-from backlight.backends.triton.delta import RowState
-from backlight.backends.triton.launch import Launch, rows_of
-from backlight.backends.triton.loads import at, load_tile, row_state, row_tile, store_tile, stream_tile
-from backlight.backends.triton.pair import pair_tile
-from backlight.backends.triton.primitives import (
-    LOG2E,
-    Segment,
-    logits_of,
-    row_span,
-    tile_gradient,
-    tile_weights,
-)
-from backlight.backends.triton.visits import Intervals
-from backlight.call import Call
+from backlight.backends.triton.dpair import summed
+from backlight.backends.triton.launch import Launch, compact, rows_of
+from backlight.backends.triton.loads import at, store_tile, stream_tile
+from backlight.backends.triton.pair import Pair, pair_tile, store_pair
+from backlight.backends.triton.primitives import LOG2E, logits_of, tile_gradient
 
 # heads that fill a large card, and programs of it that run side by side
 FEWEST_HEADS = 256
@@ -34,107 +23,107 @@ SLOTS = 396
 WIDEST = 32
 
 
-@triton.jit(do_not_specialize=["items", "pitch16", "sq", "sk"])
+@triton.jit(do_not_specialize=["sq", "sk"])
 def _fused_kernel(
-    q_rows, do_rows, q_desc, do_desc, k_rows, v_rows, dq_rows, dk_rows, dv_rows, kept_ptr, minus_lse2_ptr, delta_ptr, table_ptr,
-    scale, items, pitch16, pair, pair_desc, packing, geometry, sq, sk, n_segments,
-    V: tl.constexpr, TMA: tl.constexpr, PAIR_TMA: tl.constexpr, DIRECT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    q_rows, k_rows, v_rows, y_rows, do_rows, q_desc, k_desc, v_desc, y_desc, do_desc, dq_rows, dk_rows, dv_rows,
+    lse_ptr, dlse_ptr, pair, dpair, scale, geometry, sq, sk,
+    V: tl.constexpr, HAS_DLSE: tl.constexpr, WANT_DPAIR: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    kv_heads = geometry.heads // geometry.group
-    segment = Segment(0, 0, sq, sk, 0)
-    row_lanes = tl.arange(0, BM)[None, :]
-    BD: tl.constexpr = V.BD
-    BDV: tl.constexpr = V.BDV
-    kept_ptr += tl.cast(tl.program_id(0), tl.int64) * (geometry.group * pitch16 * 16 * BD)
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        b = item // kv_heads
-        g = item % kv_heads
-        for j0 in range(0, sk, BN):
-            n_keys = sk - j0
-            keys = (j0 + tl.arange(0, BN))[:, None]
-            span = row_span(j0, tl.minimum(j0 + BN, sk) - 1, sq, sk, geometry, V, BM)
-            k = load_tile(at(k_rows, b, g, j0), k_rows.row, 0, n_keys, BN, V.D, V.BD)
-            v = load_tile(at(v_rows, b, g, j0), v_rows.row, 0, n_keys, BN, V.DV, V.BDV)
-            dk = tl.zeros([BN, BD], tl.float32)
-            dv = tl.zeros([BN, BDV], tl.float32)
-            for member in range(geometry.group):
-                h = g * geometry.group + member
-                offset = row_state(b, h, 0, pitch16, geometry)
-                own_table_ptr = head_table(table_ptr, h, geometry, False)
-                own_kept_ptr = kept_ptr + member * (pitch16 * 16 * BD)
-                for i0 in range(0, sq, BM):
-                    q = stream_tile(q_rows, q_desc, b, h, 0, i0, sq, BM, V.D, V.BD, TMA)
-                    do = stream_tile(do_rows, do_desc, b, h, 0, i0, sq, BM, V.DV, V.BDV, TMA)
-                    minus_lse2 = row_tile(minus_lse2_ptr + offset, i0, sq, float("-inf"), V, DIRECT, BN, BM)
-                    t = tl.dot(k, tl.trans(q), input_precision=V.PRECISION)
-                    delta = row_tile(delta_ptr + offset, i0, sq, 0.0, V, DIRECT, BN, BM)
-                    s, slope = logits_of(t, geometry.unit, minus_lse2, geometry, V, "apart")
-                    if V.PAIR > 0:
-                        s += pair_tile(pair, pair_desc, b, h, i0, j0, sq, V, PAIR_TMA, BM, BN, True) * LOG2E
-                    if V.BIAS:
-                        entry = table_entry(i0 + sk - sq - j0 + geometry.bias_origin, geometry, False)
-                        s = add_bias(s, geometry.unit, own_table_ptr, entry, i0, span, geometry, V, BN, BM)
-                    dp = tl.dot(v, tl.trans(do), input_precision=V.PRECISION)
-                    position = i0 + sk - sq + row_lanes
-                    p, _ = tile_weights(
-                        s, 0.0, 0.0, position, keys, n_keys < BN, Intervals(0, 0), segment, packing, geometry, V, BN
-                    )
-                    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=V.PRECISION)
-                    _, dx = tile_gradient(p, p, dp, delta, slope, V)
-                    dx = dx.to(q.dtype)
-                    dk = tl.dot(dx, q, dk, input_precision=V.PRECISION)
-                    # its rows have room for whole tiles
-                    kept = own_kept_ptr + (i0 + tl.arange(0, BM))[:, None] * BD + tl.arange(0, BD)[None, :]
-                    before = tl.load(kept, mask=j0 > 0, other=0.0)
-                    dq = tl.dot(tl.trans(dx), k, input_precision=V.PRECISION) * scale + before
-                    tl.store(kept, dq, mask=n_keys > BN)
-                    # no rows before the last tile of keys
-                    n_rows = tl.where(n_keys > BN, 0, sq - i0)
-                    store_tile(at(dq_rows, b, h, i0), dq_rows.row, n_rows, dq, BM, V.D, V.BD)
-            store_tile(at(dk_rows, b, g, j0), dk_rows.row, n_keys, dk * scale, BN, V.D, V.BD)
-            store_tile(at(dv_rows, b, g, j0), dv_rows.row, n_keys, dv, BN, V.DV, V.BDV)
-            # what other threads have kept of dq is read next
-            tl.debug_barrier()
+    """Program (slot, entry of the bias * heads + head). dpair: [slots,Bb,Hq,Sq,Sk], its batch the first two axes."""
+    entry = tl.program_id(1) // geometry.heads
+    h = tl.program_id(1) % geometry.heads
+    rows = tl.arange(0, BM)
+    exists = rows < sq
+    bias = pair_tile(pair, pair.ptr, entry * pair.sharing, h, 0, 0, sq, V, False, BM, BN, True) * LOG2E
+    # keys beyond the end weigh nothing
+    bias = tl.where((tl.arange(0, BN) < sk)[:, None], bias, float("-inf"))
+    total = tl.zeros([BN, BM], tl.float32)
+    for member in range(tl.program_id(0), pair.sharing, tl.num_programs(0)):
+        b = entry * pair.sharing + member
+        q = stream_tile(q_rows, q_desc, b, h, 0, 0, sq, BM, V.D, V.BD, TMA)
+        k = stream_tile(k_rows, k_desc, b, h, 0, 0, sk, BN, V.D, V.BD, TMA)
+        v = stream_tile(v_rows, v_desc, b, h, 0, 0, sk, BN, V.DV, V.BDV, TMA)
+        do = stream_tile(do_rows, do_desc, b, h, 0, 0, sq, BM, V.DV, V.BDV, TMA)
+        y = stream_tile(y_rows, y_desc, b, h, 0, 0, sq, BM, V.DV, V.BDV, TMA)
+        given = tl.cast(b * geometry.heads + h, tl.int64) * sq + rows
+        lse = tl.load(lse_ptr + given, mask=exists, other=float("-inf"))
+        sees_nothing = lse == float("-inf")
+        minus_lse2 = tl.where(sees_nothing, float("-inf"), -lse * LOG2E)[None, :]
+        t = tl.dot(k, tl.trans(q), input_precision=V.PRECISION)
+        dp = tl.dot(v, tl.trans(do), input_precision=V.PRECISION)
+        delta = tl.sum(do.to(tl.float32) * y.to(tl.float32), 1)
+        if HAS_DLSE:
+            dlse = tl.load(dlse_ptr + given, mask=exists, other=0.0).to(tl.float32)
+            delta -= tl.where(sees_nothing, 0.0, dlse)
+        s, slope = logits_of(t, geometry.unit, bias + minus_lse2, geometry, V, "apart")
+        p = tl.exp2(s)
+        dv = tl.dot(p.to(do.dtype), do, input_precision=V.PRECISION)
+        ds, dx = tile_gradient(p, p, dp, delta[None, :], slope, V)
+        if WANT_DPAIR:
+            total += ds
+        dx = dx.to(q.dtype)
+        dk = tl.dot(dx, q, input_precision=V.PRECISION)
+        dq = tl.dot(tl.trans(dx), k, input_precision=V.PRECISION)
+        store_tile(at(dv_rows, b, h, 0), dv_rows.row, sk, dv, BN, V.DV, V.BDV)
+        store_tile(at(dk_rows, b, h, 0), dk_rows.row, sk, dk * scale, BN, V.D, V.BD)
+        store_tile(at(dq_rows, b, h, 0), dq_rows.row, sq, dq * scale, BM, V.D, V.BD)
+    if WANT_DPAIR:
+        entries = tl.num_programs(1) // geometry.heads
+        store_pair(dpair, tl.program_id(0) * entries + entry, h, 0, 0, sq, tl.trans(total), BM, BN)
 
 
-def fits(call: Call) -> bool:
-    """Whether a call has so many heads that a program each fills a card, and nothing that leaves tiles out."""
-    spec = call.spec
-    masked = spec.masked or spec.rows or call.varlen or spec.tau or call.part is not None
-    heads = call.q.shape[0] * call.k.shape[1]
-    narrow = width_of(call) <= WIDEST and call.q.dtype != torch.float32
-    return spec.pair_bias and not masked and narrow and heads >= FEWEST_HEADS and call.q.numel() > 0 and call.k.numel() > 0
-
-
-def fused_of(launch: Launch, rows: RowState) -> tuple[Tensor, Tensor, Tensor]:
-    call = launch.call
+def fits(launch: Launch) -> bool:
+    """Whether a head is one tile, heads fill a card, nothing leaves pairs out and no other term has a gradient."""
+    call, spec = launch.call, launch.call.spec
+    if not spec.pair_bias or width_of(call) > WIDEST or call.q.dtype == torch.float32 or call.group > 1:
+        return False
+    if spec.masked or spec.rows or spec.bias or spec.sink or spec.gate or spec.tau or call.varlen or call.part is not None:
+        return False
     config = launch.config("fused")
+    batch, heads, sq, _ = call.q.shape
+    return 0 < sq <= config.block_m and 0 < call.k.shape[2] <= config.block_n and batch * heads >= FEWEST_HEADS
+
+
+def fused_of(
+    launch: Launch, y: Tensor, lse: Tensor, dy: Tensor, dlse: Tensor | None, want_dpair: bool
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """dq, dk and dv by name, and dpair_bias."""
+    call = launch.call
+    assert call.pair_bias is not None
+    config = launch.config("fused")
+    y, dy = launch.readable(y), launch.readable(dy)
     dq, dk, dv = (torch.empty_like(x) for x in (call.q, call.k, call.v))
-    items = call.q.shape[0] * call.k.shape[1]
-    programs = min(items, SLOTS)
-    width, pitch = launch.variant.BD, rows.pitch16 * 16
-    kept = torch.empty(programs, call.group, pitch, width, dtype=torch.float32, device=call.q.device)
-    tma, descriptors = launch.descriptors(config, config.block_m, launch.q, rows.do)
-    pair_tma, pair = launch.pair(config)
+    heads, sq, sk = call.q.shape[1], call.q.shape[2], call.k.shape[2]
+    entries, bias_heads = call.pair_bias.shape[:2]
+    slots = max(1, min(SLOTS // (entries * heads), call.sharing))
+    pairs = sq * sk
+    parts = torch.empty(slots, entries, heads, pairs, dtype=torch.float32, device=lse.device) if want_dpair else lse
+    tma, (q_desc, y_desc, do_desc) = launch.descriptors(config, config.block_m, launch.q, y, dy)
+    tma_keys, (k_desc, v_desc) = launch.descriptors(config, config.block_n, launch.k, launch.v)
+    tma = tma and tma_keys
+    described = (q_desc, k_desc, v_desc, y_desc, do_desc) if tma else (launch.q, launch.k, launch.v, y, dy)
     launch.start(
         _fused_kernel,
-        (programs,),
-        *(rows_of(x) for x in (launch.q, rows.do)),
-        *descriptors,
-        *(rows_of(x) for x in (launch.k, launch.v, dq, dk, dv)),
-        kept,
-        rows.minus_lse2,
-        rows.delta,
-        launch.table,
+        (slots, entries * heads),
+        *(rows_of(x) for x in (launch.q, launch.k, launch.v, y, dy)),
+        *described,
+        *(rows_of(x) for x in (dq, dk, dv)),
+        lse,
+        lse if dlse is None else compact(dlse),
+        launch.pair_of(call.pair_bias),
+        Pair(parts, heads * pairs, pairs, sk, 1, 1, sk),
         float(call.scale),
-        items,
-        rows.pitch16,
-        *pair,
-        *launch.shared(None, config.block_n),
+        launch.geometry,
+        *(sq, sk),
         V=launch.variant,
+        HAS_DLSE=dlse is not None,
+        WANT_DPAIR=want_dpair,
         TMA=tma,
-        PAIR_TMA=pair_tma,
-        DIRECT=config.direct and launch.nvidia,
         **config.launch,
     )
-    return dq, dk, dv
+    out = {"dq": dq, "dk": dk, "dv": dv}
+    if not want_dpair:
+        return out, None
+    own_heads = heads // bias_heads
+    strides = (heads * pairs, pairs, entries * heads * pairs, pairs)
+    return out, summed(launch, parts, slots * own_heads, own_heads, strides, 32)
