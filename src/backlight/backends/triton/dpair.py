@@ -11,7 +11,7 @@ from torch import Tensor
 from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch, rows_of
-from backlight.backends.triton.loads import load_vector, row_state, stream_tile
+from backlight.backends.triton.loads import row_state, stream_tile
 from backlight.backends.triton.pair import Pair, pair_start, pair_tile, store_pair
 from backlight.backends.triton.primitives import (
     LOG2E,
@@ -29,6 +29,14 @@ from backlight.call import Call
 PROGRAMS = 1056
 FEWEST_MEMBERS = 8
 COLUMNS = 128
+
+
+@triton.jit
+def row_vectors(minus_lse2_ptr, delta_ptr, pair, entry_b, entry_h, member, own_heads, pitch16, i0, geometry, BM: tl.constexpr):
+    """minus_lse2 and delta [BM, 1] of a member's rows."""
+    b = entry_b * pair.sharing + member // own_heads
+    offset = row_state(b, entry_h + member % own_heads, 0, pitch16, geometry) + i0 + tl.arange(0, BM)
+    return tl.load(minus_lse2_ptr + offset)[:, None], tl.load(delta_ptr + offset)[:, None]
 
 
 @triton.jit(do_not_specialize=["members", "each", "groups", "bias_heads", "pitch16", "sq", "sk", "n_segments"])
@@ -63,17 +71,24 @@ def _dpair_kernel(
     if (j0 < span.start) | (j0 >= span.stop):
         stop = first
     if first < stop:
+        # one member ahead: nothing else waits for memory
+        next_lse2, next_delta = row_vectors(
+            minus_lse2_ptr, delta_ptr, pair, entry_b, entry_h, first, own_heads, pitch16, i0, geometry, BM
+        )
         for member in range(first, stop):
             b = entry_b * pair.sharing + member // own_heads
             h = entry_h + member % own_heads
             g = h // geometry.group
-            offset = row_state(b, h, 0, pitch16, geometry)
+            minus_lse2 = next_lse2
+            delta = next_delta
+            after = tl.minimum(member + 1, stop - 1)
+            next_lse2, next_delta = row_vectors(
+                minus_lse2_ptr, delta_ptr, pair, entry_b, entry_h, after, own_heads, pitch16, i0, geometry, BM
+            )
             q = stream_tile(q_rows, q_desc, b, h, 0, i0, sq, BM, V.D, V.BD, TMA)
             k = stream_tile(k_rows, k_desc, b, g, 0, j0, sk, BN, V.D, V.BD, TMA)
             do = stream_tile(do_rows, do_desc, b, h, 0, i0, sq, BM, V.DV, V.BDV, TMA)
             v = stream_tile(v_rows, v_desc, b, g, 0, j0, sk, BN, V.DV, V.BDV, TMA)
-            minus_lse2 = load_vector(minus_lse2_ptr + offset, i0, sq, float("-inf"), BM, False)[:, None]
-            delta = load_vector(delta_ptr + offset, i0, sq, 0.0, BM, False)[:, None]
             t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
             s, _ = logits_of(t, geometry.unit, bias + minus_lse2, geometry, V, "none")
             if V.BIAS:

@@ -28,7 +28,7 @@ def _dq_kernel(
     q_rows, k_rows, v_rows, k_desc, v_desc, do_rows, dq_rows, minus_lse2_ptr, delta_ptr, share_ptr, table_ptr, scale, pitch16,
     dpair, pair, pair_desc, mask, packing, geometry, sq, sk, n_segments,
     V: tl.constexpr, WANT_DPAIR: tl.constexpr, TMA: tl.constexpr, PAIR_TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     block = row_block(packing, sq, sk, n_segments, geometry, V, BM)
     packing = own_counts(packing, block.b, block.h, sq, geometry, V)
@@ -63,7 +63,7 @@ def _dq_kernel(
                 s = add_bias(s, geometry.unit, table_ptr, entry, j0, span, geometry, V, BM, BN)
             # after the branch of the bias: a product in flight would have to end before it, and this one runs beside exp2
             dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
-            if V.INTERVALS == 0:
+            if V.INTERVALS == 0 and not WHOLE:
                 at_edge = (j0 < span.low) | (j0 > span.high)
             keys = j0 + key_lanes
             p, _ = tile_weights(

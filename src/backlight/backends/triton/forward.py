@@ -29,7 +29,7 @@ LARGEST = tl.constexpr(3.0e38)
 def _fwd_kernel(
     q_rows, k_rows, v_rows, k_desc, v_desc, gate_rows, y_rows, lse_ptr, table_ptr, sink_ptr, pair, pair_desc, mask, packing,
     geometry, sq, sk, n_segments, V: tl.constexpr, LSE_ONLY: tl.constexpr, BOUNDED: tl.constexpr, TMA: tl.constexpr,
-    PAIR_TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PAIR_TMA: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     block = row_block(packing, sq, sk, n_segments, geometry, V, BM)
     table_ptr = head_table(table_ptr, block.h, geometry, True)
@@ -68,7 +68,7 @@ def _fwd_kernel(
             if V.BIAS:
                 entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
                 x = add_bias(x, 1.0, table_ptr, entry, j0, span, geometry, V, BM, BN)
-            if V.INTERVALS == 0:
+            if V.INTERVALS == 0 and not WHOLE:
                 at_edge = (j0 < span.low) | (j0 > span.high)
             if BOUNDED:
                 at_edge = at_edge | (j0 == span.start)

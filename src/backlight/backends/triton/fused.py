@@ -1,8 +1,8 @@
 """The whole backward in one kernel, for many short sequences that share a pair bias: a program owns a head and goes from one
 batch entry to the next, in a [keys, rows] tile that holds all of them.
 
-Its tile of the bias stays in registers, and so does its part of dpair_bias, which `_pair_sums_kernel` adds up in a fixed order.
-delta is made on the way. Five products a pair instead of seven, one exponential instead of three.
+Its part of dpair_bias stays in registers; `_pair_sums_kernel` adds the parts up in a fixed order. delta is made on the way.
+Five products a pair instead of seven, one exponential instead of three.
 """
 
 import torch
@@ -21,22 +21,22 @@ from backlight.backends.triton.primitives import LOG2E, logits_of, tile_gradient
 FEWEST_HEADS = 256
 SLOTS = 396
 WIDEST = 32
+LARGEST = tl.constexpr(3.0e38)
 
 
 @triton.jit(do_not_specialize=["sq", "sk"])
 def _fused_kernel(
     q_rows, k_rows, v_rows, y_rows, do_rows, q_desc, k_desc, v_desc, y_desc, do_desc, dq_rows, dk_rows, dv_rows,
-    lse_ptr, dlse_ptr, pair, dpair, scale, geometry, sq, sk,
-    V: tl.constexpr, HAS_DLSE: tl.constexpr, WANT_DPAIR: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    lse_ptr, dlse_ptr, pair, pair_desc, dpair, scale, geometry, sq, sk,
+    V: tl.constexpr, HAS_DLSE: tl.constexpr, WANT_DPAIR: tl.constexpr, TMA: tl.constexpr, PAIR_TMA: tl.constexpr,
+    WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Program (slot, entry of the bias * heads + head). dpair: [slots,Bb,Hq,Sq,Sk], its batch the first two axes."""
     entry = tl.program_id(1) // geometry.heads
     h = tl.program_id(1) % geometry.heads
     rows = tl.arange(0, BM)
     exists = rows < sq
-    bias = pair_tile(pair, pair.ptr, entry * pair.sharing, h, 0, 0, sq, V, False, BM, BN, True) * LOG2E
-    # keys beyond the end weigh nothing
-    bias = tl.where((tl.arange(0, BN) < sk)[:, None], bias, float("-inf"))
+    keys = tl.arange(0, BN)[:, None]
     total = tl.zeros([BN, BM], tl.float32)
     for member in range(tl.program_id(0), pair.sharing, tl.num_programs(0)):
         b = entry * pair.sharing + member
@@ -46,17 +46,21 @@ def _fused_kernel(
         do = stream_tile(do_rows, do_desc, b, h, 0, 0, sq, BM, V.DV, V.BDV, TMA)
         y = stream_tile(y_rows, y_desc, b, h, 0, 0, sq, BM, V.DV, V.BDV, TMA)
         given = tl.cast(b * geometry.heads + h, tl.int64) * sq + rows
-        lse = tl.load(lse_ptr + given, mask=exists, other=float("-inf"))
-        sees_nothing = lse == float("-inf")
-        minus_lse2 = tl.where(sees_nothing, float("-inf"), -lse * LOG2E)[None, :]
+        lse = tl.load(lse_ptr + given, mask=exists, other=float("inf"))
+        # finite where a row sees nothing: its bias is -inf
+        minus_lse2 = tl.minimum(-lse * LOG2E, LARGEST)[None, :]
         t = tl.dot(k, tl.trans(q), input_precision=V.PRECISION)
         dp = tl.dot(v, tl.trans(do), input_precision=V.PRECISION)
         delta = tl.sum(do.to(tl.float32) * y.to(tl.float32), 1)
         if HAS_DLSE:
             dlse = tl.load(dlse_ptr + given, mask=exists, other=0.0).to(tl.float32)
-            delta -= tl.where(sees_nothing, 0.0, dlse)
-        s, slope = logits_of(t, geometry.unit, bias + minus_lse2, geometry, V, "apart")
+            delta -= tl.where(lse == float("-inf"), 0.0, dlse)
+        s, slope = logits_of(t, geometry.unit, minus_lse2, geometry, V, "apart")
+        # read again: what is kept in registers leaves no room for it
+        s += pair_tile(pair, pair_desc, b, h, 0, 0, sq, V, PAIR_TMA, BM, BN, True) * LOG2E
         p = tl.exp2(s)
+        if not WHOLE:
+            p = tl.where(keys < sk, p, 0.0)
         dv = tl.dot(p.to(do.dtype), do, input_precision=V.PRECISION)
         ds, dx = tile_gradient(p, p, dp, delta[None, :], slope, V)
         if WANT_DPAIR:
@@ -101,6 +105,7 @@ def fused_of(
     tma, (q_desc, y_desc, do_desc) = launch.descriptors(config, config.block_m, launch.q, y, dy)
     tma_keys, (k_desc, v_desc) = launch.descriptors(config, config.block_n, launch.k, launch.v)
     tma = tma and tma_keys
+    pair_tma, pair = launch.pair(config)
     described = (q_desc, k_desc, v_desc, y_desc, do_desc) if tma else (launch.q, launch.k, launch.v, y, dy)
     launch.start(
         _fused_kernel,
@@ -110,7 +115,7 @@ def fused_of(
         *(rows_of(x) for x in (dq, dk, dv)),
         lse,
         lse if dlse is None else compact(dlse),
-        launch.pair_of(call.pair_bias),
+        *pair,
         Pair(parts, heads * pairs, pairs, sk, 1, 1, sk),
         float(call.scale),
         launch.geometry,
@@ -119,6 +124,8 @@ def fused_of(
         HAS_DLSE=dlse is not None,
         WANT_DPAIR=want_dpair,
         TMA=tma,
+        PAIR_TMA=pair_tma,
+        WHOLE=launch.whole_tiles(config.block_n),
         **config.launch,
     )
     out = {"dq": dq, "dk": dk, "dv": dv}

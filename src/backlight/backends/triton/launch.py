@@ -75,6 +75,7 @@ class Launch(Preparing):
             if name != "elastic":
                 # which has no pair bias
                 named["PAIR_TMA"], pair = self.pair(config)
+                named["WHOLE"] = self.whole_tiles(config.block_n)
                 values = (*values, *pair)
             self.start(kernel, grid, *own, *descriptors, *others, *values, *shared, **named)
 
@@ -102,6 +103,12 @@ class Launch(Preparing):
 
         tile = [1, 1, config.block_m, config.block_n]
         return True, (pair, TensorDescriptor(b, list(b.shape), list(b.stride()), tile))
+
+    def whole_tiles(self, block_n: int) -> bool:
+        """Beside a pair bias, which has few lengths and short products: whether nothing cuts a tile of keys."""
+        call = self.call
+        cut = call.spec.masked or call.spec.rows or call.varlen or call.k.shape[2] % block_n
+        return call.pair_bias is not None and not cut
 
     def pair_of(self, tensor: Tensor | None) -> Pair:
         """The pair bias, or what is shaped like it."""
