@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 import backlight
+from backlight.api import call_of
 from backlight.distributed import simulated_attention
 from backlight.distributed.context import ContextParallel
 from backlight.distributed.simulation import Simulated, simulate
+from backlight.peers import eager, flex, sdpa
 
 B, N, H, S, D = 2, 3, 4, 9, 8
 
@@ -189,3 +191,22 @@ def test_ranks_are_told_about_a_pair_bias_that_does_not_fit() -> None:
         return "told"
 
     assert simulate(2, attend) == ["told", "told"]
+
+
+@pytest.mark.parametrize("form", [(1, 2, 6, 6), (2, 1, 6, 6), (4, 2, 1, 6)], ids=str)
+def test_peers_read_it_alike(form: tuple[int, ...]) -> None:
+    """Adapters of other people's attention, for the doctor and the bench."""
+    q, b = torch.randn(4, 2, 6, 8, requires_grad=True), torch.randn(form, requires_grad=True)
+    wanted = backlight.attention(q, q, q, pair_bias=b, causal=True)
+    found = {
+        "sdpa": sdpa.attention(q, q, q, pair_bias=b, causal=True),
+        # which has no backward on CPUs
+        "flex": flex.attention(*[q.detach()] * 3, pair_bias=b.detach(), causal=True)[0],
+        "eager": eager.attention(call_of(q, q, q, pair_bias=b, causal=True))(q, q, q, pair_bias=b),
+    }
+    want = torch.autograd.grad(wanted.square().sum(), (q, b))
+    for name, y in found.items():
+        torch.testing.assert_close(y, wanted, msg=lambda text, name=name: f"{name}: {text}")
+        if name != "flex":
+            for one, other in zip(torch.autograd.grad(y.square().sum(), (q, b)), want, strict=True):
+                torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")

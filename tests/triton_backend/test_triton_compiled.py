@@ -30,7 +30,7 @@ MASK, POS = {"rows": True, "causal": True}, {"rows": True, "pos": True, "causal"
 # kernels without a product of tiles
 SMALL = {
     *("_delta_kernel", "_table_kernel", "_dbias_sums_kernel", "_head_sums_kernel"),
-    *("_fold_kernel", "_live_kernel", "_order_kernel", "_pair_sums_kernel", "_counts_kernel"),
+    *("_fold_kernel", "_live_kernel", "_key_lists_kernel", "_order_kernel", "_counts_kernel", "_pair_sums_kernel"),
 }
 
 
@@ -78,8 +78,24 @@ def test_compiles_elsewhere(target: GPUTarget, spec: dict[str, object]) -> None:
         assert done.asm["cubin" if target.backend == "cuda" else "hsaco"]
     with_bias = {"_table_kernel", "_dbias_kernel", "_dbias_sums_kernel"} if "bias" in spec else set()
     with_mask = {"_fold_kernel", "_live_kernel"} if "rows" in spec else set()
+    with_lists = {"_key_lists_kernel"} if "rows" in spec and "pos" not in spec else set()
     with_pos = {"_order_kernel"} if "pos" in spec else set()
-    assert names == {"_fwd_kernel", "_delta_kernel", "_dq_kernel", "_dkdv_kernel"} | with_bias | with_mask | with_pos
+    assert (
+        names == {"_fwd_kernel", "_delta_kernel", "_dq_kernel", "_dkdv_kernel"} | with_bias | with_mask | with_lists | with_pos
+    )
+
+
+@pytest.mark.parametrize("intervals", [1, 2])
+def test_lists_of_key_tiles_that_are_counted(intervals: int) -> None:
+    """As the Hopper kernels ask for them, of every head."""
+    call = call_of(intervals=intervals, **MASK)
+    tiling = tiles.Tiling(64, 128, 4, 2)
+    with recorded(tiles) as launches:
+        tiles.live_tiles(
+            lambda kernel, grid, args, named, _: kernel[grid](*args, **named), call, tiling, False, (torch.zeros(8), 3)
+        )
+    (launched,) = launches
+    assert "atom.global.gpu.relaxed.add.f32" in launched.compile(SM90).asm["ptx"]
 
 
 @pytest.mark.slow
