@@ -67,7 +67,8 @@ def verdict_of(case: Case, dtype: torch.dtype) -> object:
 LONG = pytest.mark.slow
 # test_masks.py has smaller problems with masks
 MASKS_HERE = ("mask", "mask,nothing is seen", "mask,sq=0", "mask,sk=0", "mask,varlen,empty segments", "mask,pos,varlen,causal")
-LONG_CASES = {"varlen,long", *(case.name for case in MASKS if case.name not in MASKS_HERE)}
+PAIRS_HERE = ("pair", "pair,two entries share", "pair,hidden", "pair,mask", "pair,rows without keys", "pair,sq=0", "pair,sk=0")
+LONG_CASES = {"varlen,long", *(case.name for case in (*MASKS, *PAIRED) if case.name not in (*MASKS_HERE, *PAIRS_HERE))}
 
 
 @pytest.mark.parametrize(
