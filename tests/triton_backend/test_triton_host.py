@@ -29,13 +29,13 @@ from backlight import binding, mask
 from backlight.backends import triton as backend
 from backlight.backends.intervals import tiles
 from backlight.backends.replaying import program, replay
-from backlight.backends.triton import dbias, delta, dkdv, dq, elastic, forward, launch, small, table
+from backlight.backends.triton import dbias, delta, dkdv, dpair, dq, elastic, forward, fused, launch, small, table
 from backlight.backends.triton.config import KernelConfig
 from backlight.call import Call, Memory
 from backlight.config import override
 from backlight.spec import AttentionSpec
 
-MODULES = (forward, elastic, delta, dq, dkdv, dbias, table, small, launch, tiles)
+MODULES = (forward, elastic, delta, dq, dkdv, dbias, dpair, fused, table, small, launch, tiles)
 KERNELS = [
     kernel for module in MODULES for name, kernel in vars(module).items() if name.startswith("_") and name.endswith("_kernel")
 ]
@@ -161,6 +161,9 @@ def memory(a: Any, b: Any, given: set[int]) -> bool:
         ({"mask": mask.chunks(40, 96)}, 3 + 7),
         ({"mask": mask.chunks(40, 96), "tau": torch.zeros(4)}, 5 + 9),
         ({"mask": mask.tree([-1, *range(95)]), "tau": torch.zeros(4), "causal": False}, 6 + 11),
+        ({"pair_bias": torch.zeros(1, 4, 96, 96)}, 1 + 3),
+        ({"pair_bias": torch.zeros(1, 1, 96, 96).mT, "causal": False}, 1 + 4),
+        ({"pair_bias": torch.zeros(1, 4, 1, 96)}, 1 + 4),
         ({"packed": True}, 2 + 5),
         ({"packed": True, "bias": torch.zeros(4, 8)}, 3 + 8),
     ],
@@ -176,6 +179,24 @@ def test_every_kind_of_call_is_a_program(card: Watched, options: dict[str, Any],
     assert [found is not None for found in program._programs.values()] == [True, True]
     with without_jit():
         assert len(card.took(lambda: run(problem(), **given))) == launches
+
+
+@pytest.mark.clean_memory
+def test_a_short_call_with_a_pair_bias_is_three_launches(card: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """y, lse | dq, dk, dv, dpair_bias, and memory for its parts."""
+    monkeypatch.setattr(fused, "FEWEST_HEADS", 1)
+    tensors, pair_bias = problem(16), torch.zeros(1, 1, 16, 16, dtype=torch.bfloat16).requires_grad_()
+
+    def run() -> None:
+        step(tensors, pair_bias=pair_bias, causal=False)
+
+    for _ in range(2):
+        run()
+    with without_jit():
+        assert [name for name, _ in card.took(run)] == ["_fwd_kernel", "_fused_kernel", "_pair_sums_kernel"]
+    assert memory_operations(run) == {"empty_strided": 7}
+    # the layout of one tensor more is asked for in both directions
+    assert sum(functions_entered(run, but=("replay.py", "triton.py")).values()) <= MOST_FUNCTIONS + 2
 
 
 @pytest.mark.clean_memory
