@@ -122,7 +122,7 @@ def test_one_kernel_without_the_gradient_of_the_bias(monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(found[0][name], found[1][name], rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("words", [SHARED, OWN, (*SHARED, "wide", "hidden")], ids=str)
+@pytest.mark.parametrize("words", [SHARED, OWN, ("rows",), ("batch", "rows"), (*SHARED, "wide", "hidden")], ids=str)
 def test_tiles_by_descriptor(monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
     """As TMA reads them, which knows no end of a row but the tensor's own."""
     monkeypatch.setattr(host, "describable", lambda tensor: True)

@@ -36,7 +36,9 @@ def pair_tile(
         value = tl.load(start + keys * pair.key, mask=exists, other=0.0)
         tile = value[:, None] if TURNED else value[None, :]
     elif TMA:
-        tile = descriptor.load([b // pair.sharing, h, i0, j0]).reshape([BM, BN])
+        # beyond the tensor's own heads a descriptor reads zeros
+        own_head = tl.where(pair.head == 0, 0, h)
+        tile = descriptor.load([b // pair.sharing, own_head, i0, j0]).reshape([BM, BN])
         if TURNED:
             tile = tl.trans(tile)
     elif TURNED:
