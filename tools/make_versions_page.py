@@ -77,7 +77,8 @@ def kernels(data: dict[str, Any]) -> list[str]:
     found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for name in (each for each in ORDER if each in data):
         versions, parts = data[name]["versions"], data[name]["parts"]
-        for row in parts.get("kernels", {}).get("rows", ()):
+        facts = parts.get("kernels", {"columns": [], "rows": []})
+        for row in (dict(zip(facts["columns"], values, strict=True)) for values in facts["rows"]):
             if row["kernel"] in MAIN:
                 found.setdefault((row["call"], row["kernel"]), {})[versions["triton"]] = row
     lines = [f"| call | kernel | Triton | {' | '.join(COLUMNS)} |", "|---" * (3 + len(COLUMNS)) + "|"]
