@@ -60,7 +60,7 @@ def test_short_rows_with_a_pair_bias_have_forward_tiles_of_their_own() -> None:
         found.append({kernel: config.chosen(kernel, call, H200) for kernel in kernels_of(call)})
     short, longer = found
     assert short.pop("forward") == KernelConfig(64, 64, 4, 2, tma=True, registers=96)
-    assert longer.pop("forward") == KernelConfig(128, 64, 4, 2, tma=True)
+    assert longer.pop("forward") == KernelConfig(128, 64, 4, 3, tma=True)
     assert short == longer
 
 

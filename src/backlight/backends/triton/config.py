@@ -200,12 +200,13 @@ def _paired(kernel: str, width: int, short: bool) -> KernelConfig:
     if kernel == "forward":
         if width > 32:
             return KernelConfig(128, 64, 8, 3, tma=True)
-        return KernelConfig(64, 64, 4, 2, tma=True, registers=96) if short else KernelConfig(128, 64, 4, 2, tma=True)
+        return KernelConfig(64, 64, 4, 2, tma=True, registers=96) if short else KernelConfig(128, 64, 4, 3, tma=True)
     if kernel == "dkdv":
         if width > 32:
             return KernelConfig(128, 64, 4, 2, tma=True)
         return KernelConfig(64, 64, 4, 2, tma=True, direct=True, registers=128)
-    return KernelConfig(64, 64, 4, 3 if kernel == "dq" or width <= 32 else 2, tma=True)
+    stages = 3 if width <= 32 else 4 if kernel == "dq" else 2
+    return KernelConfig(64, 64, 4, stages, tma=True)
 
 
 def _wide(kernel: str, shared: int) -> KernelConfig:
