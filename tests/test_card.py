@@ -23,11 +23,11 @@ def test_alone():
 """
 
 
-def count(folder: Path, limit: int) -> dict:
+def count(folder: Path, limit: int, chosen: str = "") -> dict:
     (folder / "test_some.py").write_text(TESTS)
     (folder / "logs").mkdir()
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
-    return card.summary(card.run([str(folder / "test_some.py")], "", 3, limit, folder / "logs"))
+    return card.summary(card.run([str(folder / "test_some.py")], chosen, 3, limit, folder / "logs"))
 
 
 def test_outcomes(tmp_path: Path) -> None:
@@ -44,3 +44,8 @@ def test_outcomes(tmp_path: Path) -> None:
 
 def test_what_the_limit_leaves_out_is_counted(tmp_path: Path) -> None:
     assert sum(counts.get("left out", 0) for counts in count(tmp_path, -1)["counts"].values()) == 7
+
+
+def test_what_is_chosen_is_shared_out_evenly(tmp_path: Path) -> None:
+    count(tmp_path, 100, "hopper")
+    assert [len(path.read_text().splitlines()) for path in (tmp_path / "logs").glob("*.jsonl")] == [1, 1, 1]

@@ -155,6 +155,9 @@ def test_speed_table_is_the_record() -> None:
     for page in (text, (ROOT / "docs" / "training.md").read_text()):
         assert made.training_table() in page
     assert made.overhead_table() in (ROOT / "docs" / "host.md").read_text()
+    pairs = (ROOT / "docs" / "pair-bias.md").read_text()
+    assert made.pair_table() in pairs
+    assert newest("pair").name in pairs
 
 
 def test_masks_page_is_the_record() -> None:

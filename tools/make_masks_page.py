@@ -1,10 +1,11 @@
-"""What docs/masks.md says about speed, from the newest record of the suite `masks`.
+"""What docs/masks.md says about speed, from the newest record of the suite `masks` and that of benchmarks/build_masks.py.
 
 python tools/make_masks_page.py     writes it into the page
 """
 
 from __future__ import annotations
 
+import json
 import textwrap
 from typing import Any
 
@@ -12,6 +13,7 @@ from make_speed_table import masks_table
 from records import ROOT, load, newest, timed
 
 PAGE = ROOT / "docs" / "masks.md"
+BUILDING = ROOT / "docs" / "data" / "mask-building-h200.json"
 BEGIN, END = "<!-- measured -->", "<!-- end of measured -->"
 WIDTH = 140
 
@@ -21,7 +23,7 @@ def measured() -> str:
     path = newest("masks")
     data = load(path)
     where = f"Beside FlexAttention on one {data['machine']['card']}, bf16, with Triton {data['machine']['triton']}, in one run"
-    parts = [f"{where} (record `{path.name}`; {_masks(data)}):", masks_table(), _ratios(data)]
+    parts = [f"{where} (record `{path.name}`; {_masks(data)}):", masks_table(), _ratios(data), _building(), building_table()]
     return "\n\n".join(part if part.startswith("|") else textwrap.fill(part, WIDTH, break_on_hyphens=False) for part in parts)
 
 
@@ -52,6 +54,21 @@ def _ratios(data: dict[str, Any]) -> str:
         f"documents {' and '.join(packed)} times as long as the packed call of the same lengths: tiles that lie across two "
         "documents are visited for both, and masked."
     )
+
+
+def _building() -> str:
+    record = json.loads(BUILDING.read_text())
+    return (
+        f"Making a mask of {record['positions']} positions from tensors on the same card (`docs/data/{BUILDING.name}`), the "
+        "device's own time and the host's clock around a call and a wait; no constructor makes the host wait:"
+    )
+
+
+def building_table() -> str:
+    lines = ["| constructor | device, ms | clock, ms |", "|---|---|---|"]
+    for name, row in json.loads(BUILDING.read_text())["rows"].items():
+        lines.append(f"| `{name}` | {row['device_ms']:.3f} | {row['clock_ms']:.2f} |")
+    return "\n".join(lines)
 
 
 def page(text: str) -> str:
