@@ -178,7 +178,8 @@ def test_defect_turns_it_red(defect: str, dtype: torch.dtype) -> None:
     assert verdict.defective | verdict.coarse == expected, verdict
 
 
-@pytest.mark.parametrize("name", [*OUTPUTS, *GRADIENTS])
+# a pair bias goes with no tau
+@pytest.mark.parametrize("name", [name for name in (*OUTPUTS, *GRADIENTS) if name != "dpair_bias"])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_one_value_that_is_not_finite(name: str, poison: float) -> None:
     problem = EVERYTHING.make(BF16)
