@@ -19,8 +19,8 @@ class Case:
     """What to examine a subject with. shape is (B, Hq, Sq, D); kv_heads, sk, dv default to the query side.
 
     bias: columns of the drawn table; tau: value of every head; pair_bias: words for the drawn one (`draw.PAIR_WORDS`); None =
-    as the recipe draws it. lengths: packed sequences instead of a batch. tensors: captured inputs in canonical layout, from which
-    the leading batches, heads, rows and columns are taken when the shape is smaller than they are.
+    as the recipe draws it. lengths: packed sequences instead of a batch. tensors: captured inputs in canonical layout, from
+    which the leading batches, heads, rows and columns are taken when the shape is smaller than they are.
     """
 
     spec: AttentionSpec = field(default_factory=AttentionSpec)
