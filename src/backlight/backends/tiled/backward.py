@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backlight.backends.tiled.config import Slab, Tile, config_of, row_blocks, slabs, tiles
+from backlight.backends.tiled.config import Slab, config_of, row_blocks, slabs, tiles
 from backlight.backends.tiled.forward import base2
 from backlight.backends.tiled.pair_bias import blank_gradient
 from backlight.backends.tiled.primitives import (
@@ -149,7 +149,12 @@ def _backward_slab(
             if m is not None:
                 dp.mul_(m)
             ds = dp.sub_(delta[:, part]).mul_(p)
-            _add_to_terms_(scores, ds, tile, dmirrored, sums)
+            if dmirrored is not None:
+                assert scores.bias is not None
+                scores.bias.add_diagonals_(dmirrored, ds, tile)
+            if "dpair_bias" in sums:
+                assert scores.pair_bias is not None
+                scores.pair_bias.add_gradient_(sums["dpair_bias"], ds, tile)
             if scores.tanh is not None:
                 ds.mul_(scores.tanh.square_().neg_().add_(1))
             dx = ds.to(scores.operand)
@@ -165,13 +170,3 @@ def _backward_slab(
         put_keys(out["dv"], slab, dv.mT)
     if dmirrored is not None:
         add_heads_(sums["dbias"], slab, call.group, dmirrored.flip(-1))
-
-
-def _add_to_terms_(scores: Scores, ds: Tensor, tile: Tile, dmirrored: Tensor | None, sums: dict[str, Tensor]) -> None:
-    """What a tile of ds adds to the gradients of terms of the score."""
-    if dmirrored is not None:
-        assert scores.bias is not None
-        scores.bias.add_diagonals_(dmirrored, ds, tile)
-    if "dpair_bias" in sums:
-        assert scores.pair_bias is not None
-        scores.pair_bias.add_gradient_(sums["dpair_bias"], ds, tile)
