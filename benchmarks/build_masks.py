@@ -19,6 +19,7 @@ import torch
 
 from backlight import mask
 from backlight.bench.machine import machine
+from backlight.bench.timing import captured
 from backlight.mask import Mask
 
 S, CALLS = 16384, 50
@@ -61,15 +62,7 @@ def clock_ms(make: Callable[[], Mask]) -> float:
 
 
 def device_ms(make: Callable[[], Mask]) -> float:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            make()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = make()
+    graph, kept = captured(make)
     graph.replay()
     assert torch.equal(kept.rows, make().rows)
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
