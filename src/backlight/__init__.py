@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from backlight.attention_statistics import AttentionStatistics, statistics
     from backlight.errors import Unsupported
     from backlight.spec import AttentionSpec
+    from backlight.tangents import attention_jvp, attention_varlen_jvp
 
 __version__ = "0.1.0"
 
@@ -22,7 +23,9 @@ __all__ = [
     "Unsupported",
     "__version__",
     "attention",
+    "attention_jvp",
     "attention_varlen",
+    "attention_varlen_jvp",
     "explain",
     "mask",
     "statistics",
@@ -34,7 +37,9 @@ HOMES = {
     "Explanation": "api",
     "Unsupported": "errors",
     "attention": "api",
+    "attention_jvp": "tangents",
     "attention_varlen": "api",
+    "attention_varlen_jvp": "tangents",
     "explain": "api",
     "statistics": "attention_statistics",
 }

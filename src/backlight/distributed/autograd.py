@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backlight.call import Call, call_with, counting_tensors, learned_tensors
-from backlight.derivatives import differentiable_once
+from backlight.derivatives import NO_TANGENT_SHARDED, differentiable_once, refuse
 from backlight.distributed.communicator import Communicator
 from backlight.distributed.handshake import agree_backward
 from backlight.spec import GRADIENTS, LEARNED, SEQUENCE_OF, AttentionSpec
@@ -108,6 +108,8 @@ class _ContextAttention(torch.autograd.Function):
             for name, like in zip(GRADIENTS, ctx.inputs, strict=True)
         ]
         return None, None, *used
+
+    jvp = staticmethod(refuse(NO_TANGENT_SHARDED))
 
 
 def _like(gradient: Tensor, like: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from backlight import api
 from backlight.arguments import check_borders, check_flag, check_tensor, check_whole
 from backlight.binding import bind_batched
 from backlight.call import counting_tensors, learned_tensors
-from backlight.derivatives import differentiable_once
+from backlight.derivatives import NO_TANGENT_SHARDED, differentiable_once, refuse
 from backlight.distributed import autograd
 from backlight.distributed.autograd import Options, Strategy
 from backlight.distributed.context import ContextParallel
@@ -111,6 +111,8 @@ class _SimulatedAttention(torch.autograd.Function):
         return None, *(
             _whole(name, [own.get(name) for own in found], ctx.layout) if name in needs else None for name in GRADIENTS
         )
+
+    jvp = staticmethod(refuse(NO_TANGENT_SHARDED))
 
 
 def _whole(name: str, parts: list[Any], layout: str) -> Tensor:
