@@ -48,13 +48,11 @@ def test_the_repository_is_small() -> None:
     assert sum(path.stat().st_size for path in tracked()) < MOST_BYTES
 
 
-def test_a_compact_record_holds_the_same_numbers() -> None:
-    data = {"schema": 1, "rows": [{"ms": 0.30000000000000004, "n": 3}, {"ms": 1e-07, "name": "é"}], "empty": [], "none": None}
-    short = COMPACT[".json"](json.dumps(data, indent=1))
-    assert json.loads(short) == data
+def test_a_compact_record_holds_the_same_numbers_to_seven_digits() -> None:
+    data = {"rows": [{"ms": 0.25, "n": 817890304123}, {"ms": 1e-07, "name": "é"}], "empty": [], "none": None}
+    short = COMPACT[".json"](json.dumps({"copy_tb_s": 4.265077816174569, **data}, indent=1))
+    assert json.loads(short) == {"copy_tb_s": 4.265078, **data}
     assert len(short.splitlines()) == 9
-    with pytest.raises(ValueError, match="a number would change"):
-        COMPACT[".json"]('{"ms": 1.50}')
 
 
 def test_a_compact_picture_draws_the_same() -> None:

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "hopper")
 import sass
 import triton
 from aot import Report
+from compact import COMPACT
 from test_backward_terms_compiled import EVERY, LAZY, reports_of
 from test_compiled import Variant
 from test_compiled_terms import call_of, report_of
@@ -165,7 +166,7 @@ def compare(before: Path, after: Path, keep: Path | None) -> int:
     if keep is not None:
         record = json.loads(keep.read_text()) if keep.is_file() else {}
         record[new["triton"]] = {"before": {"rows": old["rows"]}, "after": {"rows": new["rows"]}}
-        keep.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+        keep.write_text(COMPACT[".json"](json.dumps(record, sort_keys=True)))
         keep.with_suffix(".md").write_text(page(record))
     return min(bad, 1)
 

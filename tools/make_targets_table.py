@@ -21,7 +21,9 @@ ROWS_KERNEL = "_delta_kernel"
 
 def table() -> str:
     record = json.loads(RECORD.read_text())
-    rows, counted = record["rows"], Counter(row["card"] for row in record["rows"])
+    # card, kernel, tiles, bytes of shared memory, bytes spilled
+    rows = [(row["card"], *kernel) for row in record["rows"] for kernel in row["kernels"]]
+    counted = Counter(card for card, *_ in rows)
     lines = [
         f"{len(rows)} kernels compiled with Triton {record['triton']} ({record['date']}), {min(counted.values())} or more for",
         "each kind of card:",
@@ -30,9 +32,11 @@ def table() -> str:
         "|---|---|---|---|---|---|",
     ]
     for name, card in record["cards"].items():
-        own = [row for row in rows if row["card"] == name]
-        most = max(row["shared"] for row in own)
-        spilled = [max(row["spilled"] for row in own if (row["kernel"] == ROWS_KERNEL) == of_rows) for of_rows in (False, True)]
+        own = [row[1:] for row in rows if row[0] == name]
+        most = max(shared for _, _, shared, _ in own)
+        spilled = [
+            max(bytes_ for kernel, _, _, bytes_ in own if (kernel == ROWS_KERNEL) == of_rows) for of_rows in (False, True)
+        ]
         tiles = card["table"].partition(",")[0]
         cells = (f"{name} ({card['name']})", tiles, f"{card['shared'] / 1024:g}", f"{most / 1024:.1f}", *map(str, spilled))
         lines.append(f"| {' | '.join(cells)} |")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,8 @@ from running import run
 RUNS = [(case, dtype) for case in CASES for dtype in dict.fromkeys((BF16, FP32, *case.dtypes))]
 
 
-def examine(case: Case, dtype: torch.dtype, backend: str, device: str) -> None:
+def examine(case: Case, dtype: torch.dtype, backend: str, device: str) -> list[str]:
+    """Why the backend refuses the case; if it does not, its results are judged."""
     host, there = case.make(dtype), case.make(dtype, device=device)
     assert torch.equal(host.call.q, there.call.q.cpu())
     reasons = registry.why_not(registry.get(backend), there.call)
@@ -24,20 +26,22 @@ def examine(case: Case, dtype: torch.dtype, backend: str, device: str) -> None:
         with pytest.raises(backlight.Unsupported) as refusal:
             run(there, backend)
         assert refusal.value.reasons == {backend: reasons}
-        return
+        return reasons
     result = run(there, backend)
     assert {value.device.type for value in result.values()} == {torch.device(device).type}
     verdict = judge(host.call, host.dy, host.dlse, {name: value.cpu() for name, value in result.items()})
     assert verdict.ok, f"{case.name}\n{verdict}"
+    return []
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", registry.names())
 @pytest.mark.parametrize(("case", "dtype"), RUNS, ids=case_id)
-def test_case_on_cuda(backend: str, case: Case, dtype: torch.dtype) -> None:
+def test_case_on_cuda(backend: str, case: Case, dtype: torch.dtype, record_property: Callable[[str, object], None]) -> None:
     # the gate expects fp32 products, not TF32
     assert not torch.backends.cuda.matmul.allow_tf32
-    examine(case, dtype, backend, "cuda")
+    if reasons := examine(case, dtype, backend, "cuda"):
+        record_property("refused", "; ".join(reasons))
 
 
 @pytest.mark.gpu

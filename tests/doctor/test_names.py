@@ -116,4 +116,5 @@ def test_flex_is_prepared_once_for_each_geometry() -> None:
     numbers = flex.Numbers(None, 2.0, 0, 0, False)
     assert flex.prepared(numbers, False, False) is flex.prepared(flex.Numbers(None, 2.0, 0, 0, False), False, False)
     spec, device = AttentionSpec(causal=True), torch.device("cpu")
-    assert flex.kept_block_mask(spec, 16, 16, None, device) is flex.kept_block_mask(spec, 16, 16, None, device)
+    pairs = flex.Pairs(spec, 16, 16, None, device)
+    assert flex.kept_block_mask(pairs) is flex.kept_block_mask(flex.Pairs(*pairs))

@@ -44,7 +44,7 @@ def test_flex_sees_the_same(name: str) -> None:
     call = BY_NAME[name].make(FP32).call
     borders = None if call.cu_seqlens_q is None else tuple(call.cu_seqlens_q.tolist())
     (b, h, sq, _), sk = call.q.shape, call.k.shape[2]
-    visible = flex.mask_function(call.spec, sq, sk, borders, call.q.device, call.rows, call.pos)
+    visible = flex.mask_function(flex.Pairs(call.spec, sq, sk, borders, call.q.device, call.rows, call.pos))
     assert visible is not None
     assert torch.equal(create_mask(visible, b, h, sq, sk, device="cpu"), intervals.visible_whole(call).expand(b, h, -1, -1))
 

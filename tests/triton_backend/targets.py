@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -186,7 +186,7 @@ def record(path: Path) -> None:
     rows = []
     for combination in grid():
         found = dict.fromkeys(reports_of(combination))
-        rows += [asdict(combination) | asdict(report) for report in found]
+        rows.append(asdict(combination) | {"kernels": [astuple(report) for report in found]})
         print(combination, max(report.shared for report in found), max(report.spilled for report in found), flush=True)
     cards = {name: asdict(card) | {"table": words(name)} for name, card in CARDS.items()}
     text = {"triton": triton.__version__, "date": date.today().isoformat(), "cards": cards}

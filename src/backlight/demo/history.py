@@ -15,14 +15,20 @@ MOVED = 1e-2
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is measured on held-out text now and then. Lazy models: bias [layers, H, n]; tau, density, mass [layers, H]."""
+    """What is measured on held-out text now and then."""
 
     step: int
     loss: float
-    bias: Tensor | None = None
-    tau: Tensor | None = None
-    density: Tensor | None = None
-    mass: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LazyMoment(Moment):
+    """Of a lazy model also its heads: bias [layers, H, n]; tau, density, mass [layers, H]."""
+
+    bias: Tensor
+    tau: Tensor
+    density: Tensor
+    mass: Tensor
 
 
 @dataclass(slots=True)
@@ -41,19 +47,20 @@ class History:
         return self.moments[0].loss - self.moments[-1].loss
 
     @property
+    def lazy_moments(self) -> list[LazyMoment]:
+        """The moments of a lazy model, none of another."""
+        return [moment for moment in self.moments if isinstance(moment, LazyMoment)]
+
+    @property
     def bias_change(self) -> Tensor:
         """Largest change of the table, [layers, H]."""
-        first, last = self.moments[0].bias, self.moments[-1].bias
-        assert first is not None
-        assert last is not None
-        return (last - first).abs().amax(dim=-1)
+        moments = self.lazy_moments
+        return (moments[-1].bias - moments[0].bias).abs().amax(dim=-1)
 
     @property
     def tau_change(self) -> Tensor:
         """Furthest that tau went from where it started, [layers, H]; it may well come back."""
-        first = self.moments[0].tau
-        assert first is not None
-        return (torch.stack(self.taus) - first).abs().amax(dim=0)
+        return (torch.stack(self.taus) - self.lazy_moments[0].tau).abs().amax(dim=0)
 
     @property
     def still_heads(self) -> list[tuple[int, int]]:

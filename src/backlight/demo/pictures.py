@@ -35,9 +35,7 @@ def report(console: Console, found: dict[str, History], out: Path) -> None:
     """Write `train_lm.png` and `.svg` under `out`, or draw the biases in the terminal without matplotlib."""
     if not has_matplotlib():
         console.print("matplotlib is not installed (extra `report`): the learned biases as text, distance 0 on the left")
-        last = found["lazy"].moments[-1]
-        assert last.bias is not None
-        assert last.tau is not None
+        last = found["lazy"].lazy_moments[-1]
         for layer, (tables, taus) in enumerate(zip(last.bias.tolist(), last.tau.tolist(), strict=True)):
             for head, (table, tau) in enumerate(zip(tables, taus, strict=True)):
                 console.print(f"  layer {layer} head {head}  {sparkline(table)}  tau {tau:+.3f}")
@@ -62,9 +60,7 @@ def draw(found: dict[str, History], out: Path) -> list[Path]:
 def _figure(found: dict[str, History]) -> Any:
     from matplotlib.figure import Figure
 
-    last = found["lazy"].moments[-1]
-    assert last.bias is not None
-    layers, heads, _ = last.bias.shape
+    layers, heads, _ = found["lazy"].lazy_moments[-1].bias.shape
     figure = Figure(figsize=(11, 2.9 + 1.9 * layers), layout="constrained", facecolor="white")
     grid = figure.add_gridspec(1 + layers, 3 * heads, height_ratios=[1.5] + [1] * layers)
     third = heads
@@ -89,8 +85,8 @@ def _losses(axes: Any, found: dict[str, History]) -> None:
 
 def _over_training(axes: Any, history: History, name: str, title: str) -> None:
     axes.set(title=title, xlabel="step")
-    steps = [moment.step for moment in history.moments]
-    values = [getattr(moment, name) for moment in history.moments]
+    steps = [moment.step for moment in history.lazy_moments]
+    values = [getattr(moment, name) for moment in history.lazy_moments]
     for layer in range(values[0].shape[0]):
         for head in range(values[0].shape[1]):
             label = f"layer {layer}" if head == 0 else None
@@ -100,11 +96,9 @@ def _over_training(axes: Any, history: History, name: str, title: str) -> None:
 
 
 def _bias(axes: Any, history: History, layer: int, head: int) -> None:
-    first, last = history.moments[0].bias, history.moments[-1].bias
-    assert first is not None
-    assert last is not None
+    first, last = history.lazy_moments[0], history.lazy_moments[-1]
     axes.set(title=f"layer {layer}, head {head}: bias by distance")
     axes.axhline(0, color="0.85", linewidth=0.8)
-    axes.plot(first[layer, head].tolist(), color="0.7", linewidth=1)
-    axes.plot(last[layer, head].tolist(), color=LAYER_COLOURS[layer % len(LAYER_COLOURS)], linewidth=1.2)
+    axes.plot(first.bias[layer, head].tolist(), color="0.7", linewidth=1)
+    axes.plot(last.bias[layer, head].tolist(), color=LAYER_COLOURS[layer % len(LAYER_COLOURS)], linewidth=1.2)
     axes.set_xlabel("distance i - j")

@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from backlight.demo import pictures
-from backlight.demo.history import MARGIN, History, Moment
+from backlight.demo.history import MARGIN, History, LazyMoment, Moment
 from backlight.demo.model import KINDS, CharacterModel
 from backlight.demo.text import Text
 from backlight.nn import statistics
@@ -37,7 +37,7 @@ def examine(model: CharacterModel, step: int, passages: Tensor) -> Moment:
     if not layers:
         return Moment(step, loss)
     kept = [found[f"blocks.{i}.attention"] for i in range(len(layers))]
-    return Moment(
+    return LazyMoment(
         step=step,
         loss=loss,
         bias=torch.stack([layer.bias.detach().cpu().clone() for layer in layers]),
@@ -119,12 +119,7 @@ def loss_table(found: dict[str, History]) -> Table:
 
 def head_table(history: History) -> Table:
     """One row per head of the lazy model: what moved, and how sparse its attention became."""
-    first, last = history.moments[0], history.moments[-1]
-    assert first.tau is not None
-    assert last.bias is not None
-    assert last.tau is not None
-    assert last.density is not None
-    assert last.mass is not None
+    first, last = history.lazy_moments[0], history.lazy_moments[-1]
     shown = Table(title="Lazy Attention, head by head", title_justify="left", padding=(0, 0))
     for heading in ("layer", "head", "bias change", "peak at", "tau before", "after", "density", "mass"):
         shown.add_column(heading, justify="right")

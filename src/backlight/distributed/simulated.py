@@ -38,7 +38,6 @@ def simulated_attention(
     world: int = 2,
     layout: str = "zigzag",
     strategy: str = "auto",
-    backend: str | None = None,
     return_lse: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -55,9 +54,9 @@ def simulated_attention(
         if borders is not None:
             check_borders(name, borders)
     # whatever is wrong with the whole is said once, before it is cut
-    call = api.call_of(q, k, v, cu_seqlens_q, cu_seqlens_k, backend=backend, **options)
-    rest = {name: option for name, option in options.items() if name not in (*TERM_NAMES, "mask")}
-    how = (world, layout, strategy, backend, counting_tensors(call), rest)
+    call = api.call_of(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+    rest = {name: option for name, option in options.items() if name not in (*TERM_NAMES, "mask", "backend")}
+    how = (world, layout, strategy, options.get("backend"), counting_tensors(call), rest)
     y, lse = _SimulatedAttention.apply(how, *learned_tensors(call))
     if call.varlen:
         y, lse = y[0].transpose(0, 1), lse[0]

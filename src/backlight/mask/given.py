@@ -18,11 +18,7 @@ STRIP = 2**24
 
 
 def rows(
-    first: Wholes,
-    end: Wholes,
-    first2: Wholes | None = None,
-    end2: Wholes | None = None,
-    pos: Wholes | None = None,
+    first: Wholes, end: Wholes, first2: Wholes | None = None, end2: Wholes | None = None, pos: Wholes | None = None
 ) -> Mask:
     """Key j is seen by rows first_j <= i < end_j and, if there is a second interval, by rows first2_j <= i < end2_j.
 

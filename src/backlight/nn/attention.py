@@ -21,12 +21,13 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class LayerOptions(TypedDict, total=False):
-    """Keywords of a layer that it hands on: the first four to the call, the others to its parameters."""
+    """Keywords of a layer that it hands on: the first five to the call, the others to its parameters."""
 
     causal: bool
     window: tuple[int | None, int | None] | None
     scale: float | None
     softcap: float | None
+    backend: str | None
     device: torch.device | str | None
     dtype: torch.dtype | None
 
@@ -42,13 +43,12 @@ class Attention(nn.Module):
         heads: query heads.
         kv_heads: key/value heads, a divisor of `heads`; None = `heads`.
         head_dim: None = dim / heads.
-        causal, window, scale, softcap: as in `backlight.attention`, but causal by default.
+        causal, window, scale, softcap, backend: as in `backlight.attention`, but causal by default.
         rope: base of the rotary embedding (10000.0 is common), None = none. Columns turn in halves.
         qk_norm: RMSNorm on q and k before the rotation.
         sink: a learned logit per head in the denominator.
         gate: the output of the heads is multiplied by sigmoid(gate(x)).
         linear_bias: bias vectors in the projections.
-        backend: as in `backlight.attention`.
         device, dtype: of the parameters, as in `torch.nn.Linear`.
     """
 
@@ -66,7 +66,6 @@ class Attention(nn.Module):
         sink: bool = False,
         gate: bool = False,
         linear_bias: bool = False,
-        backend: str | None = None,
         **options: Unpack[LayerOptions],
     ):
         super().__init__()
@@ -78,7 +77,8 @@ class Attention(nn.Module):
             check_flag(name, flag)
         check_known(options, LayerOptions.__annotations__)
         factory: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
-        check_factory(backend, **factory)
+        self.backend = options.get("backend")
+        check_factory(self.backend, **factory)
         kv_heads = heads if kv_heads is None else kv_heads
         if heads % kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
@@ -90,9 +90,9 @@ class Attention(nn.Module):
         if rope is not None and head_dim % 2:
             raise ValueError(f"rope needs an even head_dim, got {head_dim}; rope=None leaves it out")
         self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
-        asked: dict[str, Any] = {"causal": True} | {name: x for name, x in options.items() if name not in factory}
+        asked: dict[str, Any] = {"causal": True} | {name: x for name, x in options.items() if name not in (*factory, "backend")}
         self.spec = make_spec(**asked).replace(sink=sink, gate=gate)
-        self.rope, self.backend = rope, backend
+        self.rope = rope
         self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * head_dim, bias=linear_bias, **factory)
         self.out = nn.Linear(heads * head_dim, dim, bias=linear_bias, **factory)
         self.gate = nn.Linear(dim, heads * head_dim, bias=linear_bias, **factory) if gate else None

@@ -53,12 +53,7 @@ def statistics(model: nn.Module) -> Iterator[dict[str, AttentionStatistics]]:
 
 @torch.no_grad()
 def layer_statistics(
-    layer: Attention,
-    x: Tensor,
-    *,
-    cu_seqlens: Tensor | None = None,
-    positions: Tensor | None = None,
-    mask: Mask | None = None,
+    layer: Attention, x: Tensor, *, cu_seqlens: Tensor | None = None, positions: Tensor | None = None, mask: Mask | None = None
 ) -> AttentionStatistics:
     """Statistics of one layer on one input, arguments as in its forward."""
     q, k, v = layer.project(x, cu_seqlens=cu_seqlens, positions=positions)

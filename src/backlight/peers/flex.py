@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,25 +98,30 @@ def score_function(softcap: float | None, bias: Tensor | None, origin: int, shif
     return score_mod
 
 
-def mask_function(
-    spec: AttentionSpec,
-    sq: int,
-    sk: int,
-    borders: Borders,
-    device: torch.device,
-    rows: Tensor | None = None,
-    pos: Tensor | None = None,
-) -> Mask | None:
-    """Which pairs are visible; None when all are. borders: cu_seqlens of packed sequences, the same for queries and keys.
+class Pairs(NamedTuple):
+    """All that decides which rows see which keys.
 
-    rows, pos: of a mask by row intervals.
+    borders: cu_seqlens of packed sequences, the same for queries and keys; rows, pos: of a mask by row intervals.
     """
-    if not spec.masked and borders is None and rows is None:
+
+    spec: AttentionSpec
+    sq: int
+    sk: int
+    borders: Borders
+    device: torch.device
+    rows: Tensor | None = None
+    pos: Tensor | None = None
+
+
+def mask_function(pairs: Pairs) -> Mask | None:
+    """Which pairs are visible; None when all are."""
+    spec, rows, pos = pairs.spec, pairs.rows, pairs.pos
+    if not spec.masked and pairs.borders is None and rows is None:
         return None
-    left, right, shift, sequence = spec.left, spec.right, sk - sq, None
-    if borders is not None:
-        lengths = torch.tensor(borders, device=device).diff()
-        sequence = torch.repeat_interleave(torch.arange(lengths.numel(), device=device), lengths)
+    left, right, shift, sequence = spec.left, spec.right, pairs.sk - pairs.sq, None
+    if pairs.borders is not None:
+        lengths = torch.tensor(pairs.borders, device=pairs.device).diff()
+        sequence = torch.repeat_interleave(torch.arange(lengths.numel(), device=pairs.device), lengths)
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         distance = i + shift - j
@@ -139,24 +144,16 @@ def _in_an_interval(rows: Tensor, pos: Tensor | None, b: Tensor, h: Tensor, i: T
     return seen if rows.shape[2] == 2 else seen | ((rows[own, head, 2, j] <= at) & (at < rows[own, head, 3, j]))
 
 
-def block_mask(
-    spec: AttentionSpec,
-    sq: int,
-    sk: int,
-    borders: Borders,
-    device: torch.device,
-    rows: Tensor | None = None,
-    pos: Tensor | None = None,
-) -> Any:
+def block_mask(pairs: Pairs) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    visible = mask_function(spec, sq, sk, borders, device, rows, pos)
+    visible, rows = mask_function(pairs), pairs.rows
     if visible is None:
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         batch, heads = (None if rows is None or rows.shape[axis] == 1 else rows.shape[axis] for axis in (0, 1))
-        return create_block_mask(visible, batch, heads, sq, sk, device=device)
+        return create_block_mask(visible, batch, heads, pairs.sq, pairs.sk, device=pairs.device)
 
 
 kept_block_mask = lru_cache(maxsize=64)(block_mask)
@@ -170,6 +167,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Te
         raise NotImplementedError("flex has packed sequences of equal query and key lengths only")
     # the mask depends on nothing else, so that one is found again whatever the scale is
     geometry = AttentionSpec(asked.causal, asked.window)
-    mask = kept_block_mask(geometry, q.shape[2], k.shape[2], None if cu is None else tuple(cu.tolist()), q.device)
+    borders = None if cu is None else tuple(cu.tolist())
+    mask = kept_block_mask(Pairs(geometry, q.shape[2], k.shape[2], borders, q.device))
     attend = prepared(Numbers.of(asked.spec, q, k), small=asked.bias is not None, compiled=q.is_cuda)
     return attend(q, k, v, asked.bias, mask, lse=True)

@@ -14,6 +14,18 @@ class Packing(NamedTuple):
     cu_row_tiles_ptr: Any = None
 
 
+class Head:
+    """Fields of `arguments` classes: a query head of a batch entry or packed sequence: its first row and key, rows, keys."""
+
+    b: gl.tensor
+    h: gl.tensor
+    kv_head: gl.tensor
+    q_start: gl.tensor
+    k_start: gl.tensor
+    sq: gl.tensor
+    sk: gl.tensor
+
+
 class Sizes:
     """Fields of `arguments` classes: query heads, how many share a key head, rows, keys, limits of the mask (0 where none)."""
 

@@ -106,7 +106,8 @@ def attention(call: Call, kernel_options: dict[str, int] | None = None) -> Calla
 
 def block_mask_of(call: Call) -> Any:
     borders = None if call.cu_seqlens_q is None else tuple(call.cu_seqlens_q.tolist())
-    return flex.block_mask(call.spec, call.q.shape[2], call.k.shape[2], borders, call.q.device, call.rows, call.pos)
+    lengths = call.q.shape[2], call.k.shape[2]
+    return flex.block_mask(flex.Pairs(call.spec, *lengths, borders, call.q.device, call.rows, call.pos))
 
 
 ADAPTERS = (Flex(),)

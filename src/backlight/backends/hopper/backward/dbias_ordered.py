@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from backlight.backends.hopper.arguments import Packing, Sizes
+from backlight.backends.hopper.arguments import Head, Packing, Sizes
 from backlight.backends.hopper.backward.arguments import Terms, table_numbers, units_of
 from backlight.backends.hopper.backward.dbias import CELLS, GROUPS, parts_of
 from backlight.backends.hopper.backward.prepass import Rows
@@ -34,10 +34,10 @@ KEYS = gl.constexpr(16 * 8)
 BLOCKS = gl.constexpr(8)
 # columns of a program that adds up
 BLOCK = gl.constexpr(64)
-# what a tile leaves, in cells: BLOCKS row groups of 512 and, behind them, the edge that belongs to the group before the first
-GROUP_CELLS = gl.constexpr(512)
-EDGE = gl.constexpr(4096)
-TILE_CELLS = gl.constexpr(4608)
+# what a tile leaves, in cells: BLOCKS row groups and, behind them, the edge that belongs to the group before the first
+GROUP_CELLS = gl.constexpr(GROUPS.value * CELLS.value)
+EDGE = gl.constexpr(BLOCKS.value * GROUP_CELLS.value)
+TILE_CELLS = gl.constexpr(EDGE.value + GROUP_CELLS.value)
 
 
 @gluon.jit
@@ -83,16 +83,9 @@ class Ordered(Sizes):
 
 
 @arguments
-class Offset:
+class Offset(Head):
     """Tiles of a head whose rows begin `gap` after their keys."""
 
-    b: gl.tensor
-    h: gl.tensor
-    kv_head: gl.tensor
-    q_start: gl.tensor
-    k_start: gl.tensor
-    sq: gl.tensor
-    sk: gl.tensor
     padded_row: gl.tensor
     gap: gl.tensor
 

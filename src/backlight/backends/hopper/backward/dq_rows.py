@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from backlight.backends.hopper.arguments import Packing, Sizes
+from backlight.backends.hopper.arguments import Head, Packing, Sizes
 from backlight.backends.hopper.backward.arguments import Terms, table_numbers, units_of
 from backlight.backends.hopper.backward.prepass import Rows
 from backlight.backends.hopper.barriers import BOTH_GROUPS_AND_WARP, ROWS_K_EMPTY, ROWS_V_EMPTY
@@ -80,16 +80,9 @@ class RowOwner(Sizes):
 
 
 @arguments
-class RowTile:
+class RowTile(Head):
     """128 rows of a query head from i0 on, and the key blocks that they see; the band meets the head's bias table."""
 
-    b: gl.tensor
-    h: gl.tensor
-    kv_head: gl.tensor
-    q_start: gl.tensor
-    k_start: gl.tensor
-    sq: gl.tensor
-    sk: gl.tensor
     i0: gl.tensor
     padded_row: gl.tensor
     begin: gl.tensor

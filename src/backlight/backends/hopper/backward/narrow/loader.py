@@ -4,14 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from backlight.backends.hopper.backward.key_tiles import (
-    drawn,
-    key_tile,
-    load_keys,
-    meet_arrivals,
-    publish,
-    publish_end,
-)
+from backlight.backends.hopper.backward.key_tiles import drawn, key_tile, load_keys, meet_arrivals, publish, publish_end
 from backlight.backends.hopper.backward.visits import load_every_row
 from backlight.backends.hopper.primitives import WM
 
