@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "operators",
         "in_graph",
     },
-    "direct": {"_private", "spec", "call", "binding", "running", "functional", "operators"},
+    "direct": {"_private", "spec", "call", "binding", "running", "operators"},
     "api": {
         "spec",
         "call",

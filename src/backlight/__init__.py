@@ -33,7 +33,6 @@ __all__ = [
 
 HOMES = {
     "AttentionSpec": "spec",
-    "AttentionStatistics": "attention_statistics",
     "Explanation": "api",
     "Unsupported": "errors",
     "attention": "api",
@@ -41,13 +40,16 @@ HOMES = {
     "attention_varlen": "api",
     "attention_varlen_jvp": "tangents",
     "explain": "api",
-    "statistics": "attention_statistics",
 }
+# loaded by who asks for them
+LATER = {"AttentionStatistics": "attention_statistics", "statistics": "attention_statistics"}
 
 
 def __getattr__(name: str) -> Any:
     if name == "mask":
         return importlib.import_module(f"{__name__}.mask")
+    if name in LATER:
+        return getattr(importlib.import_module(f"{__name__}.{LATER[name]}"), name)
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _load()

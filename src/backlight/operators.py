@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight import batching, functional, rules, running
+from backlight import rules, running
 from backlight._private.torch import forward_mode, tracing, transforms_active
 from backlight.call import Call
 from backlight.derivatives import NO_TANGENT_IN_GRAPH
@@ -74,11 +74,15 @@ library.impl("attention_backward", _attention_backward, "CompositeExplicitAutogr
 
 @torch.library.register_vmap("backlight::attention", lib=library)
 def _attention_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    from backlight import batching
+
     return batching.attention(torch.ops.backlight.attention, info.batch_size, in_dims, args)
 
 
 @torch.library.register_vmap("backlight::attention_backward", lib=library)
 def _attention_backward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    from backlight import batching
+
     return batching.attention_backward(torch.ops.backlight.attention_backward, info.batch_size, in_dims, args)
 
 
@@ -116,6 +120,8 @@ def empty_outputs(call: Call) -> tuple[Tensor, Tensor]:
 def run() -> rules.Run:
     """The operators by which derivatives of one are computed; what stands for them where a transform has come since."""
     if transformed():
+        from backlight import functional
+
         return functional.RUN
     ops = torch.ops.backlight
     return rules.Run(ops.attention_backward, ops.attention_jvp, ops.attention_second)

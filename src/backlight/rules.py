@@ -21,8 +21,8 @@ from backlight.spec import LEARNED, TENSOR_NAMES
 N_TENSORS, N_SCALARS, N_LEARNED = len(TENSOR_NAMES), 8, len(LEARNED)
 N_CALL = N_TENSORS + N_SCALARS
 TAU = TENSOR_NAMES.index("tau")
-NONE = (None,) * N_LEARNED
 Maybe = Tensor | None
+NONE: tuple[Maybe, ...] = (None,) * N_LEARNED
 
 
 @dataclass(frozen=True)
@@ -198,8 +198,9 @@ def pushed_second(ctx: Any, tangents: Sequence[Maybe], run: Run) -> tuple[Any, .
     results, incoming = (y, lse, u, ty, tlse, tu), (tdy, tdlse, dty, dtlse)
     found = _second(run, tensors, ctx.scalars, moving, results, incoming, (*ctx.needs[:N_LEARNED], *_no()))
     # those by tangents do not depend on tangents
+    assert y is not None
     still = [
-        torch.zeros_like(x) if need and x is not None else y.new_empty(0)
+        torch.zeros_like(x) if need and x is not None else torch.empty(0, dtype=y.dtype, device=y.device)
         for x, need in zip(given, ctx.needs[N_LEARNED:], strict=True)
     ]
     return *found[:N_LEARNED], *still

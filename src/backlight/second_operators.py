@@ -1,6 +1,7 @@
 """`backlight::attention_jvp` and `backlight::attention_second`: the operators of sections 10 and 11 of docs/math.md.
 
 Arguments and results are those that `rules` lists; gradients that nobody needs, and results that were given, come back empty.
+What only some calls need is imported by them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight import differentiating, rules, second_batching
+from backlight import rules
 from backlight._private.torch import forward_mode, transforms_active
 from backlight.call import Call
 from backlight.derivatives import NO_TANGENT_IN_GRAPH
@@ -21,8 +22,7 @@ from backlight.spec import LEARNED
 TANGENTS = ", ".join(f"Tensor? t{name}" for name in LEARNED)
 NEEDS = (*(f"d{name}" for name in LEARNED), *(f"dt{name}" for name in LEARNED))
 library.define(
-    f"attention_jvp({SCHEMA}, {SCALARS}, {TANGENTS}, Tensor? y, Tensor? lse, Tensor? u)"
-    f" -> ({', '.join(['Tensor'] * len(second_batching.RESULTS))})"
+    f"attention_jvp({SCHEMA}, {SCALARS}, {TANGENTS}, Tensor? y, Tensor? lse, Tensor? u) -> ({', '.join(['Tensor'] * 6)})"
 )
 library.define(
     f"attention_second({SCHEMA}, {SCALARS}, {TANGENTS}, Tensor y, Tensor lse, Tensor u, Tensor ty, Tensor tlse, Tensor tu, "
@@ -48,6 +48,8 @@ def _attention_jvp(*args: Any) -> tuple[Tensor, ...]:
     call, backend = unpack(args[:N_CALL])
     y, lse, u = args[-3:]
     known = None if y is None else (y, lse, None if call.tau is None else u)
+    from backlight import differentiating
+
     found = differentiating.tangent(call, backend, _tangents(args), known)
     kept = (None, None, None) if known is not None else found[:3]
     # results of an operator are different tensors
@@ -59,6 +61,8 @@ def _attention_second(*args: Any) -> tuple[Tensor, ...]:
     y, lse, u, ty, tlse, tu, *incoming, needs = args[N_CALL + N_LEARNED :]
     results = (y, lse, None if call.tau is None else u, ty, tlse, _some(tu) if call.tau is not None else None)
     wanted = frozenset(name for name, need in zip(NEEDS, needs, strict=True) if need)
+    from backlight import differentiating
+
     found = differentiating.second(call, backend, _tangents(args), results, tuple(incoming), wanted)
     return tuple(found[name] if name in found else y.new_empty(0) for name in NEEDS)
 
@@ -69,11 +73,15 @@ library.impl("attention_second", _attention_second, "CompositeExplicitAutograd")
 
 @torch.library.register_vmap("backlight::attention_jvp", lib=library)
 def _attention_jvp_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    from backlight import second_batching
+
     return second_batching.attention_jvp(torch.ops.backlight.attention_jvp, info.batch_size, in_dims, args)
 
 
 @torch.library.register_vmap("backlight::attention_second", lib=library)
 def _attention_second_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    from backlight import second_batching
+
     return second_batching.attention_second(torch.ops.backlight.attention_second, info.batch_size, in_dims, args)
 
 

@@ -71,7 +71,7 @@ def attention_varlen_jvp(
 
 
 def _attend(
-    inputs: tuple[Tensor, ...],
+    inputs: tuple[Tensor, Tensor, Tensor],
     tangents: tuple[Tensor | None, ...],
     borders: tuple[Tensor, Tensor | None] | None,
     return_lse: bool,
@@ -84,7 +84,8 @@ def _attend(
         raise NotImplementedError(NO_TANGENT_SHARDED)
     tangents = (*tangents, *[options.pop(f"t{name}", None) for name in LEARNED[3:]])
     packed = borders is not None
-    given = tensors_given(*inputs, *(borders or (None, None)), options)
+    cu_seqlens_q, cu_seqlens_k = borders or (None, None)
+    given = tensors_given(*inputs, cu_seqlens_q, cu_seqlens_k, options)
     call = bind(given, options, packed)
     primals = given[: len(LEARNED)]
     for name, x, t in zip(LEARNED, primals, tangents, strict=True):

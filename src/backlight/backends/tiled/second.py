@@ -108,7 +108,9 @@ class _Sweep:
         z, dtype, wanted = self.slab.segment, call.accumulator_dtype, out.keys() | sums.keys()
         like = {"dk": scores.k_columns, "dtk": scores.k_columns, "dv": self.v_columns, "dtv": self.v_columns}
         keys = {name: torch.zeros_like(x, dtype=dtype) for name, x in like.items() if name in out}
-        tables = {name: torch.zeros_like(scores.bias.mirrored) for name in ("dbias", "dtbias") if scores.bias and name in sums}
+        tables: dict[str, Tensor] = {}
+        if scores.bias is not None:
+            tables = {name: torch.zeros_like(scores.bias.mirrored) for name in ("dbias", "dtbias") if name in sums}
         sweeps = not (SCORE_GRADIENTS | VALUE_GRADIENTS).isdisjoint(wanted)
         for i0, i1 in row_blocks(z.sq, self.config):
             block = Block(self.slab, call.group, i0, i1)
@@ -119,15 +121,17 @@ class _Sweep:
                 continue
             scores.start(block)
             moving.start(block)
-            queries = {name: torch.zeros_like(scores.q, dtype=dtype) for name in ("dq", "dtq") if name in out}
+            queries: dict[str, Tensor] = {
+                name: torch.zeros_like(scores.q, dtype=dtype) for name in ("dq", "dtq") if name in out
+            }
             for tile in scores.visited(tiles(call.spec, i0, i1, z.sq, z.sk, self.config)):
                 self._tile(tile, rows, queries, keys, tables)
             for name, total in queries.items():
                 block.put_rows(out[name], total.mul_(call.scale))
         for name, total in keys.items():
             put_keys(out[name], self.slab, (total.mul_(scores.dk_factor) if name.endswith("k") else total).mT)
-        for name, table in tables.items():
-            add_heads_(sums[name], self.slab, call.group, table.flip(-1))
+        for name, total in tables.items():
+            add_heads_(sums[name], self.slab, call.group, total.flip(-1))
 
     def _prepass(
         self, block: Block, results: Results, incoming: Cotangents, out: dict[str, Tensor], sums: dict[str, Tensor]
@@ -236,7 +240,8 @@ class _Sweep:
                 ds.mul_(slope)
                 if self.moving.tx is not None:
                     assert scores.tanh is not None
-                    ds.addcmul_(scores.tanh.mul_(self.moving.tx), dr, value=-2 / self.scores.spec.softcap)
+                    assert scores.spec.softcap is not None
+                    ds.addcmul_(scores.tanh.mul_(self.moving.tx), dr, value=-2 / scores.spec.softcap)
         dtx, dx = dr.to(operand), ds.to(operand)
         moving, q = self.moving, scores.q[:, part]
         if "dq" in queries:
