@@ -51,6 +51,7 @@ class TritonBackend:
     name = "triton"
     summary = "portable GPU kernels, fp16 bf16 fp32, every variant"
     takes = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "rows", "pos", "packed", "part"})
+    derivatives = dict.fromkeys(("tangent",), takes - {"tau", "part"})
 
     def available(self) -> tuple[str, ...]:
         if not installed():
@@ -95,6 +96,12 @@ class TritonBackend:
             if interpreting()
             else replayed(backward, call, tensors, needs, setting(call.q.dtype))
         )
+
+    def tangent(self, call: Call, tangents: dict[str, Tensor], known: tuple[Any, ...] | None) -> tuple[Any, ...]:
+        from backlight.backends.triton.tangent import tangent
+
+        with torch.no_grad():
+            return tangent(call, tangents, known)
 
     def replay(self, call: Call, tensors: tuple[Tensor | None, ...], choice: Any) -> Callable[..., Any] | None:
         """The program of a direction; borders of packed sequences are values, which a program does not check."""
