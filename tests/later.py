@@ -50,6 +50,7 @@ LATER = (
     "tests/test_demo.py::test_the_seed_decides_everything",
     "tests/test_private.py::test_without_a_name[None]",
     "tests/test_readme.py::test_example_runs[generation]",
+    "tests/test_readme.py::test_example_runs[meanflow]",
     "tests/test_readme.py::test_example_runs[packed_sequences]",
     "tests/test_readme.py::test_example_runs[see_the_backward]",
     "tests/test_readme.py::test_example_runs[shared_prompt]",

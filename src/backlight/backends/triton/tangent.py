@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from backlight.backends.triton.band import add_bias, head_table, table_entry
-from backlight.backends.triton.config import KernelConfig, heuristic, width_of
+from backlight.backends.triton.config import LARGE, MIDDLE, KernelConfig, heuristic, width_of
 from backlight.backends.triton.device import device_of
 from backlight.backends.triton.forward import LARGEST
 from backlight.backends.triton.launch import Launch, compact, rows_of
@@ -165,13 +165,16 @@ def config_of(call: Call) -> KernelConfig:
 
 
 def _chosen(call: Call) -> KernelConfig:
-    """Two accumulators and two tiles of scores: the tiles of dq where registers are short."""
+    """Two accumulators and two tiles of scores, four tensors of keys: tiles that neither spill nor exceed shared memory."""
     device = device_of(call.q.device)
     if call.q.dtype == torch.float32 or width_of(call) > 128:
         return heuristic("dq", call, device)
-    if width_of(call) > 64:
-        return KernelConfig(64, 64, 8, 2)
-    return KernelConfig(64, 64, 4, 2)
+    narrow = width_of(call) <= 64
+    if device.shared >= LARGE:
+        return KernelConfig(128, 64 if narrow else 32, 8, 2, tma=True)
+    if device.shared >= MIDDLE:
+        return KernelConfig(64, 64, 4, 2, tma=True) if narrow else KernelConfig(64, 32, 4, 1)
+    return KernelConfig(64 if narrow else 32, 32, 4, 1)
 
 
 def tangent(call: Call, tangents: dict[str, Tensor], known: tuple[Any, ...] | None) -> tuple[Any, ...]:
