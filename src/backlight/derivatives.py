@@ -6,12 +6,14 @@ call. Whoever asks for it must hear it: autograd takes a derivative that nobody 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+
+from backlight._private.torch import forward_mode
 
 NO_THIRD = (
     "backlight.attention has no third derivative: derivatives of its tangent and its gradients cannot be differentiated again"
@@ -40,6 +42,14 @@ def refuse(sentence: str) -> Callable[..., NoReturn]:
         raise NotImplementedError(sentence)
 
     return refused
+
+
+def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
+    """Before a sharded call: threads of a simulation would take tangents for part of what they compute."""
+    if forward_mode._current_level < 0:
+        return
+    if any(x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(NO_TANGENT_SHARDED)
 
 
 class Guard(torch.autograd.Function):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backlight.call import Call, call_with, counting_tensors, learned_tensors
-from backlight.derivatives import NO_TANGENT_SHARDED, differentiable_once, refuse
+from backlight.derivatives import differentiable_once, refuse_tangents
 from backlight.distributed.communicator import Communicator
 from backlight.distributed.handshake import agree_backward
 from backlight.spec import GRADIENTS, LEARNED, SEQUENCE_OF, AttentionSpec
@@ -53,6 +53,7 @@ class Options:
 
 def run(strategy: Strategy, call: Call, sum_learned: bool, number: int = 0, compared: bool = True) -> tuple[Tensor, Tensor]:
     """(y, lse) of this rank's rows, differentiable."""
+    refuse_tangents(learned_tensors(call))
     options = Options(call.spec, counting_tensors(call), call.deterministic, sum_learned, number=number, compared=compared)
     return _ContextAttention.apply(strategy, options, *learned_tensors(call))
 
@@ -108,8 +109,6 @@ class _ContextAttention(torch.autograd.Function):
             for name, like in zip(GRADIENTS, ctx.inputs, strict=True)
         ]
         return None, None, *used
-
-    jvp = staticmethod(refuse(NO_TANGENT_SHARDED))
 
 
 def _like(gradient: Tensor, like: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from backlight import api
 from backlight.arguments import check_borders, check_flag, check_tensor, check_whole
 from backlight.binding import bind_batched
 from backlight.call import counting_tensors, learned_tensors
-from backlight.derivatives import NO_TANGENT_SHARDED, differentiable_once, refuse
+from backlight.derivatives import differentiable_once, refuse_tangents
 from backlight.distributed import autograd
 from backlight.distributed.autograd import Options, Strategy
 from backlight.distributed.context import ContextParallel
@@ -57,6 +57,7 @@ def simulated_attention(
     call = api.call_of(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     rest = {name: option for name, option in options.items() if name not in (*TERM_NAMES, "mask", "backend")}
     how = (world, layout, strategy, options.get("backend"), counting_tensors(call), rest)
+    refuse_tangents(learned_tensors(call))
     y, lse = _SimulatedAttention.apply(how, *learned_tensors(call))
     if call.varlen:
         y, lse = y[0].transpose(0, 1), lse[0]
@@ -110,8 +111,6 @@ class _SimulatedAttention(torch.autograd.Function):
         return None, *(
             _whole(name, [own.get(name) for own in found], ctx.layout) if name in needs else None for name in GRADIENTS
         )
-
-    jvp = staticmethod(refuse(NO_TANGENT_SHARDED))
 
 
 def _whole(name: str, parts: list[Any], layout: str) -> Tensor:
