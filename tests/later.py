@@ -61,6 +61,7 @@ LATER = (
     "tests/test_readme.py::test_example_runs[cudnn_do_strides]",
     "tests/test_readme.py::test_example_runs[generation]",
     "tests/test_readme.py::test_example_runs[lazy_attention]",
+    "tests/test_readme.py::test_example_runs[meanflow]",
     "tests/test_readme.py::test_example_runs[packed_sequences]",
     "tests/test_readme.py::test_example_runs[see_the_backward]",
     "tests/test_readme.py::test_example_runs[shared_prompt]",

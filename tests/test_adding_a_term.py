@@ -188,6 +188,18 @@ print("all taken")
     assert declared.run(code).strip() == "all taken"
 
 
+def test_its_tangent_is_refused(package: Scripts) -> None:
+    """Also on a backend that takes the term and says nothing about its derivatives."""
+    taken = ("backends/tiled/__init__.py", "    takes = frozenset(\n        {", '    takes = frozenset(\n        {"pull", ')
+    edit(package.package, *DECLARED, taken)
+    code = "q.requires_grad_()\ny = backlight.attention(q, q, q, pull=pull)\n"
+    code += "(dq,) = torch.autograd.grad(y.sum(), q, create_graph=True)\n"
+    code += attempts("backlight.attention_jvp(q, q, q, q, pull=pull)", "dq.sum().backward()")
+    found = package.run(code)
+    assert "tiled: has no forward-mode derivative with pull" in found
+    assert found.count("with pull") == 2
+
+
 def test_the_oracle_refuses_it(declared: Scripts) -> None:
     code = "from backlight.api import call_of\nfrom backlight.reference import oracle\noracle(call_of(q, q, q, pull=pull))"
     assert "the oracle has no stages for pull" in declared.refused(code)

@@ -179,22 +179,25 @@ def work(taken):
     with torch.autocast("cpu", torch.bfloat16):
         right["autocast"] = backlight.attention(*single).dtype == torch.bfloat16
 
-    def dual():
+    def dual(loss):
         with torch.autograd.forward_ad.dual_level():
-            loss(torch.autograd.forward_ad.make_dual(q.detach(), torch.ones_like(q)))
+            y = loss(torch.autograd.forward_ad.make_dual(q.detach(), torch.ones_like(q)))
+            return torch.autograd.forward_ad.unpack_dual(y).tangent
 
-    refused = []
-    for ask in (
-        dual,
-        lambda: torch.func.jvp(loss, (q.detach(),), (torch.ones_like(q),)),
-        lambda: torch.func.hessian(loss)(q.detach()),
-        lambda: torch.autograd.grad(torch.autograd.grad(loss(q), q, create_graph=True)[0].norm(), q),
-    ):
-        try:
-            ask()
-        except NotImplementedError as error:
-            refused.append("derivative" in str(error))
-    right["refusals"] = refused == [True] * 4
+    defined = lambda q: scaled_dot_product_attention(q, *fixed, is_causal=True).square().sum()
+    asked = {
+        "dual numbers": dual,
+        "jvp": lambda f: torch.func.jvp(f, (q.detach(),), (torch.ones_like(q),))[1],
+        "hessian": lambda f: torch.func.hessian(f)(q.detach()),
+        "penalty": lambda f: torch.autograd.grad(torch.autograd.grad(f(q), q, create_graph=True)[0].norm(), q)[0],
+    }
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        right |= {name: close([ask(loss)], [ask(defined)]) for name, ask in asked.items()}
+    right["refusal"] = False
+    try:
+        torch.func.grad(lambda q: torch.func.hessian(loss)(q).sum())(q.detach())
+    except NotImplementedError as error:
+        right["refusal"] = "no third derivative" in str(error)
     missing = set(private.NAMES.missing)
     if with_triton:
         from backlight._private import triton as private_triton

@@ -30,7 +30,7 @@ ELSEWHERE = {"doctor.md": "tests/doctor/test_report_docs.py"}
 CODE_PAGES = [page for page in PAGES[1:] if page.name not in ELSEWHERE and BLOCK.search(page.read_text())]
 NEEDS = {"layers.md": "transformers", "masks.md": "transformers"}
 # examples that take arguments: a short run
-ARGUMENTS = {"train_lm": ["--steps", "40", "--out", "{tmp}"]}
+ARGUMENTS = {"train_lm": ["--steps", "40", "--out", "{tmp}"], "meanflow": ["--steps", "5", "--out", "{tmp}/samples.png"]}
 LINKS = [
     (page, target)
     for page in PAGES

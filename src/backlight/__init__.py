@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from backlight.errors import Unsupported
     from backlight.slopes import alibi
     from backlight.spec import AttentionSpec
+    from backlight.tangents import attention_jvp, attention_varlen_jvp
 
 __version__ = "0.1.0"
 
@@ -24,7 +25,9 @@ __all__ = [
     "__version__",
     "alibi",
     "attention",
+    "attention_jvp",
     "attention_varlen",
+    "attention_varlen_jvp",
     "explain",
     "mask",
     "statistics",
@@ -32,21 +35,23 @@ __all__ = [
 
 HOMES = {
     "AttentionSpec": "spec",
-    "AttentionStatistics": "attention_statistics",
     "Explanation": "api",
     "Unsupported": "errors",
     "attention": "api",
+    "attention_jvp": "tangents",
     "attention_varlen": "api",
+    "attention_varlen_jvp": "tangents",
     "explain": "api",
-    "statistics": "attention_statistics",
 }
+# loaded by who asks for them
+LATER = {"AttentionStatistics": "attention_statistics", "alibi": "slopes", "statistics": "attention_statistics"}
 
 
 def __getattr__(name: str) -> Any:
     if name == "mask":
         return importlib.import_module(f"{__name__}.mask")
-    if name == "alibi":
-        return importlib.import_module(f"{__name__}.slopes").alibi
+    if name in LATER:
+        return getattr(importlib.import_module(f"{__name__}.{LATER[name]}"), name)
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _load()

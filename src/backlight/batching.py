@@ -58,6 +58,15 @@ def unfold(x: Tensor, heads: int, size: int) -> tuple[Tensor, int | None]:
     return (x.unflatten(heads, (size, -1)), heads) if x.dim() > heads and x.numel() else (x, None)
 
 
+def unfold_gradient(name: str, x: Tensor, size: int, of: Tensor | None, of_axis: int | None) -> tuple[Tensor, int | None]:
+    """The gradient of tensor `of`, batched along `of_axis`, which may have one head for all of them."""
+    x, axis = unfold(x, HEADS[name], size)
+    if of is None or axis is None or name not in OF_PAIRS:
+        return x, axis
+    shared = (of if of_axis is None else of.movedim(of_axis, 0)[0]).shape[HEADS[name]] == 1
+    return (x.sum(dim=axis + 1, keepdim=True) if shared else x), axis
+
+
 def attention(run: Callable[..., Any], size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
     """`size` forwards in one: results and where their new axes are; `run` takes the folded arguments."""
     count = len(TENSOR_NAMES)
@@ -74,10 +83,6 @@ def attention_backward(run: Callable[..., Any], size: int, in_dims: tuple[Any, .
     folded = [fold(*entry, size, heads) for entry in zip(TENSOR_NAMES, args[:count], in_dims[:count], strict=True)]
     saved = [fold(*entry, size, heads) for entry in zip(SAVED, args[first:-1], in_dims[first:-1], strict=True)]
     grads = run(*folded, *args[count:first], *saved, args[-1])
-    found = [unfold(x, HEADS[name], size) for name, x in zip(LEARNED, grads, strict=True)]
-    for name in OF_PAIRS:
-        place = LEARNED.index(name)
-        (x, axis), given, batched = found[place], args[place], in_dims[place]
-        if axis is not None and (given if batched is None else given.movedim(batched, 0)[0]).shape[HEADS[name]] == 1:
-            found[place] = x.sum(dim=axis + 1, keepdim=True), axis
+    given = zip(LEARNED, grads, args, in_dims, strict=False)
+    found = [unfold_gradient(name, x, size, of, axis) for name, x, of, axis in given]
     return tuple(x for x, _ in found), tuple(axis for _, axis in found)

@@ -1,30 +1,75 @@
-"""What gradients of ours cannot do, said in one sentence instead of returning zeros.
+"""What derivatives of ours cannot do, said in one sentence instead of returning zeros.
 
-Kernels give first derivatives in reverse mode. Whoever asks for more (a Hessian, a gradient penalty, a tangent) must hear it:
-autograd takes a derivative that nobody has written for zero.
+A call has a tangent, gradients, and derivatives of both. A third derivative has no kernel, nor has a second one of a sharded
+call. Whoever asks for it must hear it: autograd takes a derivative that nobody has written for zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
-NO_SECOND = (
-    "backlight.attention has no second derivative: its gradients cannot be differentiated again, as a Hessian, "
-    "a Hessian-vector product, a gradient penalty and torch.autograd.functional.jvp need"
+from backlight._private.torch import forward_mode
+
+NO_THIRD = (
+    "backlight.attention has no third derivative: derivatives of its tangent and its gradients cannot be differentiated again"
 )
-NO_TANGENT = "backlight.attention has no forward-mode derivative (jvp, jacfwd, linearize); use reverse mode (vjp, grad, jacrev)"
+NO_FORWARD_TWICE = (
+    "backlight.attention has no forward-mode derivative of a forward-mode derivative (jvp of jvp, jacfwd of jacfwd); "
+    "use reverse mode for one of the two (hessian, jacfwd of jacrev)"
+)
+NO_TANGENT_IN_GRAPH = (
+    "backlight.attention has no forward-mode derivative by dual numbers in a compiled graph; use torch.func.jvp or "
+    "backlight.attention_jvp inside it"
+)
+NO_SECOND_SHARDED = (
+    "backlight.attention has no second derivative under context parallel: gradients of a sharded call cannot be differentiated "
+    "again, as a Hessian, a Hessian-vector product and a gradient penalty need"
+)
+NO_TANGENT_SHARDED = (
+    "backlight.attention has no forward-mode derivative under context parallel (jvp, jacfwd, linearize); use reverse mode"
+)
 
 
-def refuse_second(ctx: Any, *_: Any) -> NoReturn:
-    raise NotImplementedError(NO_SECOND)
+def refuse(sentence: str) -> Callable[..., NoReturn]:
+    """In place of a derivative of an autograd function."""
+
+    def refused(ctx: Any, *_: Any) -> NoReturn:
+        raise NotImplementedError(sentence)
+
+    return refused
 
 
-def refuse_tangent(ctx: Any, *_: Any) -> NoReturn:
-    raise NotImplementedError(NO_TANGENT)
+def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
+    """Before a sharded call: threads of a simulation would take tangents for part of what they compute."""
+    if forward_mode._current_level < 0:
+        return
+    if any(x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(NO_TANGENT_SHARDED)
+
+
+class Guard(torch.autograd.Function):
+    """Its argument, and a sentence for whoever differentiates by it.
+
+    A node of its own: autograd does not tell a node which of its derivatives are asked for, and calls none that is not.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    backward = staticmethod(refuse(NO_THIRD))
+    jvp = staticmethod(refuse(NO_THIRD))
 
 
 class _Once(torch.autograd.Function):
@@ -34,12 +79,12 @@ class _Once(torch.autograd.Function):
     def forward(ctx: Any, backward: Callable[..., Any], outer: Any, count: int, *tensors: Any) -> Any:
         return backward(outer, *tensors[:count])
 
-    backward = staticmethod(refuse_second)
-    jvp = staticmethod(refuse_tangent)
+    backward = staticmethod(refuse(NO_SECOND_SHARDED))
+    jvp = staticmethod(refuse(NO_TANGENT_SHARDED))
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward of an autograd function whose results raise when they are differentiated.
+    """A backward of a sharded call whose results raise when they are differentiated.
 
     torch's `once_differentiable` sees the incoming gradients alone: where those need no gradient, it passes results off as
     constants, although they depend on what was saved.

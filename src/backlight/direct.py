@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight import functional, operators, running
+from backlight import operators, running
 from backlight._private.torch import (
     apply_of,
     dispatch_modes,
@@ -58,7 +58,7 @@ def _gradients(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Any, .
         if dlse is None:
             return (None,) * (3 + len(GRADIENTS))
         dy = torch.zeros_like(y)
-    # with gradients enabled (create_graph=True) autograd looks too: at gradients, which have none of their own
+    # with gradients enabled (create_graph=True) autograd looks too: at gradients, which have gradients of their own
     packed, observed = _is_packed(saved), torch.is_grad_enabled() or not unobserved((*saved, dy, dlse))
     if packed:
         tensors = batched_all(tensors)
@@ -69,8 +69,7 @@ def _gradients(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Any, .
     call.shared = shared
     if observed:
         args = (*operators.pack(call, backend), y, lse, y.new_empty(0) if u is None else u, dy, dlse, list(needs))
-        run = functional.AttentionBackward.apply if operators.transformed() else torch.ops.backlight.attention_backward
-        found = run(*args)
+        found = operators.run().backward(*args)
         grads = {name: grad for name, grad, need in zip(GRADIENTS, found, needs, strict=True) if need}
     else:
         grads = running.backward(call, backend, y, lse, u, dy, dlse, needs)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`functional.attention` and compilers; imported at need, because compilers are large.
+"""`functional` and compilers; imported at need, because compilers are large.
 
 They understand torch.func, and autograd functions, but not one inside the other.
 """
@@ -13,3 +13,5 @@ from backlight import functional
 attention = torch.compiler.allow_in_graph(functional.attention)
 # for transforms around compiled code: a compiler that sees only a frame of it must leave this call alone
 attention_outside = torch.compiler.disable(functional.attention)
+attention_jvp = torch.compiler.allow_in_graph(functional.attention_jvp)
+attention_jvp_outside = torch.compiler.disable(functional.attention_jvp)

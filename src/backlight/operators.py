@@ -1,4 +1,4 @@
-"""The two operators, their shapes for the compiler, and the autograd glue between them.
+"""The operators of both directions, their shapes for the compiler, and the autograd glue; `second_operators` differentiates on.
 
 `backlight::attention` runs a backend's forward, `backlight::attention_backward` its backward. A spec crosses the operator
 boundary as plain scalars (`SCALARS`), packed and unpacked only here. Operators are for what looks at a call before it runs:
@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight import batching, functional, running
+from backlight import rules, running
 from backlight._private.torch import forward_mode, tracing, transforms_active
 from backlight.call import Call
-from backlight.derivatives import NO_TANGENT, refuse_second
+from backlight.derivatives import NO_TANGENT_IN_GRAPH
 from backlight.spec import GRADIENTS, LEARNED, TENSOR_NAMES, TENSORS, TERM_NAMES, AttentionSpec
 
 SCHEMA = ", ".join(f"Tensor{'?' if each.optional else ''} {each.name}" for each in TENSORS)
 SCALARS = "bool causal, int? left, int? right, float? scale, float? softcap, int bias_origin, bool deterministic, str? backend"
-_library = torch.library.Library("backlight", "DEF")
-_library.define(f"attention({SCHEMA}, {SCALARS}, bool save_u) -> (Tensor, Tensor, Tensor)")
-_library.define(
+library = torch.library.Library("backlight", "DEF")
+library.define(f"attention({SCHEMA}, {SCALARS}, bool save_u) -> (Tensor, Tensor, Tensor)")
+library.define(
     f"attention_backward({SCHEMA}, {SCALARS}, Tensor y, Tensor lse, Tensor u, Tensor dy, Tensor? dlse, bool[] needs)"
     f" -> ({', '.join(['Tensor'] * len(GRADIENTS))})"
 )
@@ -68,24 +68,28 @@ def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
     return tuple(grads[name] if name in grads else y.new_empty(0) for name in GRADIENTS)
 
 
-_library.impl("attention", _attention, "CompositeExplicitAutograd")
-_library.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
+library.impl("attention", _attention, "CompositeExplicitAutograd")
+library.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_vmap("backlight::attention", lib=_library)
+@torch.library.register_vmap("backlight::attention", lib=library)
 def _attention_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    from backlight import batching
+
     return batching.attention(torch.ops.backlight.attention, info.batch_size, in_dims, args)
 
 
-@torch.library.register_vmap("backlight::attention_backward", lib=_library)
+@torch.library.register_vmap("backlight::attention_backward", lib=library)
 def _attention_backward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    from backlight import batching
+
     return batching.attention_backward(torch.ops.backlight.attention_backward, info.batch_size, in_dims, args)
 
 
 # --- shapes for fake tensors -------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("backlight::attention", lib=_library)
+@torch.library.register_fake("backlight::attention", lib=library)
 def _attention_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     *call_args, save_u = args
     call, _ = unpack(tuple(call_args))
@@ -93,7 +97,7 @@ def _attention_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return y, lse, torch.empty_like(y) if save_u and call.tau is not None else y.new_empty(0)
 
 
-@torch.library.register_fake("backlight::attention_backward", lib=_library)
+@torch.library.register_fake("backlight::attention_backward", lib=library)
 def _attention_backward_fake(*args: Any) -> tuple[Tensor, ...]:
     *call_args, y, _lse, _u, _dy, _dlse, needs = args
     call, _ = unpack(tuple(call_args))
@@ -113,17 +117,39 @@ def empty_outputs(call: Call) -> tuple[Tensor, Tensor]:
 # --- autograd ----------------------------------------------------------------------------------------------------------------
 
 
+def run() -> rules.Run:
+    """The operators by which derivatives of one are computed; what stands for them where a transform has come since."""
+    if transformed():
+        from backlight import functional
+
+        return functional.RUN
+    ops = torch.ops.backlight
+    return rules.Run(ops.attention_backward, ops.attention_jvp, ops.attention_second)
+
+
 def _attention_gradients(ctx: Any, dy: Tensor | None, dlse: Tensor | None, _du: None) -> tuple[Any, ...]:
-    return functional.gradients(ctx, dy, dlse, torch.ops.backlight.attention_backward)
+    return rules.gradients(ctx, dy, dlse, run())
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    functional.keep(ctx, inputs, output)
+def _attention_twice(ctx: Any, *hats: Tensor | None) -> tuple[Any, ...]:
+    return rules.twice(ctx, hats, run())
 
 
-torch.library.register_autograd("backlight::attention", _attention_gradients, setup_context=_keep, lib=_library)
-# without it torch would take gradients for constants
-torch.library.register_autograd("backlight::attention_backward", refuse_second, lib=_library)
+def keeping(keep: Any) -> Any:
+    """torch gives arguments by name, and calls them as it likes."""
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        keep(ctx, inputs, output)
+
+    return setup_context
+
+
+torch.library.register_autograd(
+    "backlight::attention", _attention_gradients, setup_context=keeping(rules.keep_forward), lib=library
+)
+torch.library.register_autograd(
+    "backlight::attention_backward", _attention_twice, setup_context=keeping(rules.keep_backward), lib=library
+)
 
 
 def transformed() -> bool:
@@ -148,7 +174,7 @@ def attention(call: Call, backend: str | None) -> tuple[Tensor, Tensor]:
         y, lse, _ = (in_graph.attention if compiling else in_graph.attention_outside)(*args)
     elif compiling and forward_mode._current_level >= 0:
         # no tangent is followed through a graph, so a call inside `dual_level` may lose one
-        raise NotImplementedError(NO_TANGENT)
+        raise NotImplementedError(NO_TANGENT_IN_GRAPH)
     else:
         # u is needed by the backward alone
         wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[: len(LEARNED)])

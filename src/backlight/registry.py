@@ -29,6 +29,8 @@ class Backend(Protocol):
     lse, u, dy, dlse, choice = needs). It returns a function that does the same again, or None when there is no such function.
     The function takes `all_tensors(call)` and those tensors, of any call of that layout in which as many of q, k and v are
     different tensors; it returns None when it cannot run just now.
+
+    Optional: `derivatives`, the features with which it has a `tangent` and a `second` (`differentiating`), by those two names.
     """
 
     name: str

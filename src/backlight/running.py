@@ -15,7 +15,7 @@ from backlight.spec import GRADIENTS
 
 
 def forward(call: Call, backend: str | None, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    if _elsewhere(call.q):
+    if elsewhere(call.q):
         with torch.cuda.device(call.q.device):
             return _forward_here(call, backend, save_u)
     return _forward_here(call, backend, save_u)
@@ -35,7 +35,7 @@ def _forward_here(call: Call, backend: str | None, save_u: bool) -> tuple[Tensor
 def backward(
     call: Call, backend: str | None, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: Any
 ) -> dict[str, Tensor]:
-    if _elsewhere(call.q):
+    if elsewhere(call.q):
         with torch.cuda.device(call.q.device):
             return _backward_here(call, backend, (y, lse, u, dy, dlse), needs)
     return _backward_here(call, backend, (y, lse, u, dy, dlse), needs)
@@ -68,7 +68,7 @@ def _learn(backend: Any, call: Call, tensors: tuple[Any, ...], choice: Any, key:
             call.shared[key] = replay
 
 
-def _elsewhere(tensor: Tensor) -> bool:
+def elsewhere(tensor: Tensor) -> bool:
     """On a GPU that is not the current one: kernels start on the current one."""
     return tensor.is_cuda and tensor.get_device() != current_device()
 

@@ -11,17 +11,19 @@ import torch
 
 pytest.importorskip("triton")
 from compiling import Launched, recorded
+from targets import spilled
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 
 from backlight.backends.intervals import tiles
-from backlight.backends.triton import dbias, delta, dkdv, dpair, dq, elastic, forward, fused, small, table
+from backlight.backends.triton import dbias, delta, dkdv, dpair, dq, elastic, forward, fused, small, table, tangent
 from backlight.backends.triton import launch as host
 from backlight.backends.triton.backward import backward
 from backlight.backends.triton.config import KernelConfig, kernels_of
+from backlight.backends.triton.device import Device
 from backlight.call import Call
 from backlight.config import override
-from backlight.spec import AttentionSpec
+from backlight.spec import LEARNED, AttentionSpec
 
 SM80, SM90, GFX942 = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
 KERNELS = (forward, elastic, delta, dq, dkdv, dbias, dpair, fused, table, small, tiles, host)
@@ -241,3 +243,18 @@ def test_nothing_to_read_needs_no_descriptor(sq: int, sk: int, monkeypatch: pyte
         assert len(launches_of(call)) >= 1
     with_keys = host.Launch(Call(AttentionSpec(), k if sk else q, k if sk else q, k if sk else q))
     assert with_keys.descriptors(config, 64, with_keys.k)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nvidia")
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("spec", [{}, {"causal": True}, {"causal": True, "bias": True, "sink": True, "gate": True}, MASK])
+def test_tangents_compile_for_hopper(d: int, spec: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tangent, "device_of", lambda device: Device("a card", "sm_90", 227 * 1024))
+    call = call_of(d=d, **spec)
+    tangents = {name: x for name in LEARNED if (x := getattr(call, name)) is not None}
+    with recorded(tangent, table, small, tiles) as launches:
+        tangent.tangent(call, tangents, None)
+    (found,) = (launched for launched in launches if launched.kernel.fn.__name__ == "_tangent_kernel")
+    # nothing is spilled but, beside three terms, four numbers
+    assert spilled(found.compile(SM90).asm) <= (16 if "bias" in spec else 0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backlight.call import Call, call_with, counting_tensors, learned_tensors
-from backlight.derivatives import differentiable_once
+from backlight.derivatives import differentiable_once, refuse_tangents
 from backlight.distributed.communicator import Communicator
 from backlight.distributed.handshake import agree_backward
 from backlight.spec import GRADIENTS, LEARNED, SEQUENCE_OF, AttentionSpec
@@ -60,6 +60,7 @@ def options_of(call: Call, sum_learned: bool, **rest: Any) -> Options:
 
 def run(strategy: Strategy, call: Call, sum_learned: bool, number: int = 0, compared: bool = True) -> tuple[Tensor, Tensor]:
     """(y, lse) of this rank's rows, differentiable."""
+    refuse_tangents(learned_tensors(call))
     options = options_of(call, sum_learned, number=number, compared=compared)
     return _ContextAttention.apply(strategy, options, *learned_tensors(call))
 

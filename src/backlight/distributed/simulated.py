@@ -16,7 +16,7 @@ from backlight import api
 from backlight.arguments import check_borders, check_flag, check_tensor, check_whole
 from backlight.binding import bind_batched
 from backlight.call import counting_tensors, learned_tensors
-from backlight.derivatives import differentiable_once
+from backlight.derivatives import differentiable_once, refuse_tangents
 from backlight.distributed import autograd
 from backlight.distributed.autograd import Options, Strategy, options_of
 from backlight.distributed.context import ContextParallel
@@ -57,6 +57,7 @@ def simulated_attention(
     call = api.call_of(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     rest = {name: option for name, option in options.items() if name not in (*TERM_NAMES, "mask", "backend")}
     how = (world, layout, strategy, options.get("backend"), counting_tensors(call), rest)
+    refuse_tangents(learned_tensors(call))
     y, lse = _SimulatedAttention.apply(how, *learned_tensors(call))
     if call.varlen:
         y, lse = y[0].transpose(0, 1), lse[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,11 @@ class TiledBackend:
     summary = "plain PyTorch, any device, fp16 to fp64, every variant, linear memory"
     takes = frozenset(
         {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed", "part"}
+    )
+    # a part's tangent needs those of all other parts (eq. 54); a new term has none until it is named here too
+    derivatives = dict.fromkeys(
+        ("tangent", "second"),
+        frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed"}),
     )
 
     def available(self) -> tuple[str, ...]:
@@ -41,6 +48,26 @@ class TiledBackend:
         from backlight.backends.tiled.backward import backward
 
         return backward(call, y, lse, u, dy, dlse, needs)
+
+    @torch.no_grad()
+    def tangent(self, call: Call, tangents: dict[str, Tensor], known: tuple[Any, ...] | None) -> tuple[Any, ...]:
+        from backlight.backends.tiled.tangent import tangent
+
+        return tangent(call, tangents, known, save_u=True).all
+
+    @torch.no_grad()
+    def second(
+        self,
+        call: Call,
+        tangents: dict[str, Tensor],
+        results: tuple[Any, ...],
+        incoming: tuple[Any, ...],
+        needs: frozenset[str],
+    ) -> dict[str, Tensor]:
+        from backlight.backends.tiled.second import Cotangents, second
+        from backlight.backends.tiled.tangent import Results
+
+        return second(call, tangents, Results(*results), Cotangents(*incoming), needs)
 
 
 BACKEND = TiledBackend()

@@ -28,6 +28,7 @@ from backlight.backends.tiled.primitives import (
     keys_of,
     product,
     put_keys,
+    sink_weight,
 )
 from backlight.call import Call
 from backlight.config import Config
@@ -99,9 +100,7 @@ def _prepass(
     if "dsink" in sums:
         assert call.sink is not None
         kappa = block.repeat_positions(heads_of(call.sink, slab, group, dtype))
-        # an infinite sink is all there is, or nothing
-        weight = torch.exp(kappa - lse).masked_fill_(lse == kappa, 1).masked_fill_(lse == -math.inf, 0)
-        add_heads_(sums["dsink"], slab, group, block.sum_positions(weight * delta).neg_())
+        add_heads_(sums["dsink"], slab, group, block.sum_positions(sink_weight(kappa, lse) * delta).neg_())
     return do, base2(lse), delta
 
 

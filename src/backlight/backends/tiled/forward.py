@@ -46,7 +46,7 @@ def _forward_slab(
         block_tiles = scores.visited(tiles(call.spec, i0, i1, z.sq, z.sk, config))
         scores.start(block)
         if known_lse is None:
-            block_lse, o = _softmax_sweep(scores, v, sink, block_tiles, with_output=elastic is None)
+            block_lse, o = softmax_sweep(scores, v, sink, block_tiles, with_output=elastic is None)
         else:
             block_lse = block.rows_of(known_lse[..., None])
         if elastic is not None:
@@ -60,19 +60,30 @@ def _forward_slab(
         block.put_rows(lse[..., None], block_lse)
 
 
-def _softmax_sweep(
+def start(scores: Scores, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The maximum and the sum of a block's rows before the first key, [N, rows, 1]."""
+    if sink is None:
+        maximum = scores.q.new_full((*scores.q.shape[:2], 1), -math.inf, dtype=scores.dtype)
+        return maximum, torch.zeros_like(maximum)
+    # kept finite, for what is subtracted from it; below it every other weight is 0
+    maximum = scores.block.repeat_positions(sink * LOG2E).clamp_(max=torch.finfo(scores.dtype).max)
+    return maximum, torch.ones_like(maximum)
+
+
+def finish(scores: Scores, sink: Tensor | None, maximum: Tensor, total: Tensor) -> Tensor:
+    """lse of a block's rows after the last key."""
+    lse = (maximum + torch.log2(total)) * LN2
+    if sink is not None:
+        lse.masked_fill_(scores.block.repeat_positions(sink) == math.inf, math.inf)
+    return lse
+
+
+def softmax_sweep(
     scores: Scores, v: Tensor, sink: Tensor | None, block_tiles: list[Tile], with_output: bool
 ) -> tuple[Tensor, Tensor]:
     """Eq. 31: (lse [N, rows, 1], o [N, rows, Dv]) of the started block; o has no columns when only lse is wanted."""
-    n, rows, _ = scores.q.shape
-    if sink is None:
-        m = v.new_full((n, rows, 1), -math.inf, dtype=scores.dtype)
-        l = torch.zeros_like(m)  # noqa: E741 - the letter of eq. 31
-    else:
-        # kept finite, for what is subtracted from it; below it every other weight is 0
-        m = scores.block.repeat_positions(sink * LOG2E).clamp_(max=torch.finfo(scores.dtype).max)
-        l = torch.ones_like(m)  # noqa: E741
-    acc = v.new_zeros(n, rows, v.shape[-1] if with_output else 0, dtype=scores.dtype)
+    m, l = start(scores, sink)  # noqa: E741 - the letter of eq. 31
+    acc = v.new_zeros(*scores.q.shape[:2], v.shape[-1] if with_output else 0, dtype=scores.dtype)
     for tile in block_tiles:
         part = scores.block.part(tile)
         s2 = scores.tile(tile)
@@ -86,10 +97,7 @@ def _softmax_sweep(
             acc_part.mul_(rescale)
             add_product_(acc_part, p.to(v.dtype), v[:, tile.j0 : tile.j1])
         m_old.copy_(m_new)
-    lse = (m + torch.log2(l)) * LN2
-    if sink is not None:
-        lse.masked_fill_(scores.block.repeat_positions(sink) == math.inf, math.inf)
-    return lse, acc.div_(l.masked_fill(l == 0, 1))
+    return finish(scores, sink, m, l), acc.div_(l.masked_fill(l == 0, 1))
 
 
 def _elastic_sweep(

@@ -22,12 +22,12 @@ class PairBias:
         assert call.pair_bias is not None
         self.bias, self.slab, self.group, self.sharing = call.pair_bias, slab, call.group, call.sharing
 
-    def add_(self, s2: Tensor, tile: Tile) -> None:
-        """s2 += pair bias, in base 2 (eq. 67)."""
-        cells = self._cells(s2)
+    def add_(self, s: Tensor, tile: Tile, unit: float = LOG2E) -> None:
+        """s += pair bias in these units, base 2 unless told (eq. 67)."""
+        cells = self._cells(s)
         for entries, own in self._runs():
             part = self._of_tile(self.bias, own, tile)
-            cells[entries].add_(part.transpose(2, 3), alpha=LOG2E)
+            cells[entries].add_(part.transpose(2, 3), alpha=unit)
 
     def add_gradient_(self, total: Tensor, ds: Tensor, tile: Tile) -> None:
         """total += ds, summed over what shares an entry of the bias (eq. 68); total is shaped like the bias."""

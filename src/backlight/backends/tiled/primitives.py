@@ -126,6 +126,11 @@ def add_heads_(total: Tensor, slab: Slab, group: int, heads: Tensor) -> None:
         target += part
 
 
+def sink_weight(kappa: Tensor, lse: Tensor) -> Tensor:
+    """p0 of eq. 9; an infinite sink is all there is, or nothing."""
+    return torch.exp(kappa - lse).masked_fill_(lse == kappa, 1).masked_fill_(lse == -math.inf, 0)
+
+
 class Workspace:
     """Reusable flat buffers for score tiles, so that a sweep allocates nothing per tile."""
 

@@ -53,6 +53,9 @@ class TritonBackend:
     takes = frozenset(
         {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed", "part"}
     )
+    derivatives = dict.fromkeys(
+        ("tangent",), frozenset({"causal", "window", "softcap", "bias", "sink", "gate", "rows", "pos", "packed"})
+    )
 
     def available(self) -> tuple[str, ...]:
         if not installed():
@@ -97,6 +100,12 @@ class TritonBackend:
             if interpreting()
             else replayed(backward, call, tensors, needs, setting(call.q.dtype))
         )
+
+    def tangent(self, call: Call, tangents: dict[str, Tensor], known: tuple[Any, ...] | None) -> tuple[Any, ...]:
+        from backlight.backends.triton.tangent import tangent
+
+        with torch.no_grad():
+            return tangent(call, tangents, known)
 
     def replay(self, call: Call, tensors: tuple[Tensor | None, ...], choice: Any) -> Callable[..., Any] | None:
         """The program of a direction; borders of packed sequences are values, which a program does not check."""

@@ -1,0 +1,227 @@
+"""Forward mode without tau and pair bias: y, lse and their tangents in one sweep of at most six products a tile (eq. 47-52).
+
+One program per BM rows of one query head. Registers: q and tq [BM, D], accumulators o and w [BM, Dv] in fp32, running max and
+sum, e and nu [BM], and the tiles s and ts. A tangent that is not given leaves no trace. Parity contract: tests/interpreted.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from backlight.backends.triton.band import add_bias, head_table, table_entry
+from backlight.backends.triton.config import LARGE, MIDDLE, KernelConfig, heuristic, width_of
+from backlight.backends.triton.device import device_of
+from backlight.backends.triton.forward import LARGEST
+from backlight.backends.triton.launch import Launch, compact, rows_of
+from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
+from backlight.backends.triton.primitives import LN2, LOG2E, key_span, logits_of, row_block, visible
+from backlight.backends.triton.table import table_of
+from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
+from backlight.call import Call
+from backlight.config import resolve
+
+
+class Given(NamedTuple):
+    """Which tangents there are."""
+
+    Q: bool
+    K: bool
+    V: bool
+    BIAS: bool
+    SINK: bool
+    GATE: bool
+    # some score has one
+    SCORES: bool
+
+
+@triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
+def _tangent_kernel(
+    q_rows, k_rows, v_rows, tq_rows, tk_rows, tv_rows, k_desc, v_desc, tk_desc, tv_desc, gate_rows, tgate_rows, y_rows, ty_rows,
+    lse_ptr, tlse_ptr, table_ptr, ttable_ptr, sink_ptr, tsink_ptr, scale, mask, packing, geometry, sq, sk, n_segments,
+    V: tl.constexpr, T: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    block = row_block(packing, sq, sk, n_segments, geometry, V, BM)
+    table_ptr = head_table(table_ptr, block.h, geometry, True)
+    ttable_ptr = head_table(ttable_ptr, block.h, geometry, True)
+    key_lanes = tl.arange(0, BN)[None, :]
+    q = own_tile(q_rows, block, BM, V.D, V.BD)
+    tq = q
+    if T.Q:
+        tq = own_tile(tq_rows, block, BM, V.D, V.BD)
+
+    # maxima are kept in units of x, the base-2 logit before its positive factor
+    unit = geometry.unit
+    row_max = tl.full([BM], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BM], tl.float32)
+    e = tl.zeros([BM], tl.float32)
+    if V.SINK:
+        sink = tl.load(sink_ptr + block.h).to(tl.float32)
+        row_max = tl.zeros([BM], tl.float32) + tl.minimum(sink * LOG2E / unit, LARGEST)
+        row_sum = tl.full([BM], 1.0, tl.float32)
+        if T.SINK:
+            e += tl.load(tsink_ptr + block.h).to(tl.float32)
+    # the sum of g as it is multiplied with v: what v has in common cancels exactly then
+    e_cast = e
+    nu = tl.zeros([BM], tl.float32)
+    opened = tl.zeros([BM], tl.float32)
+    BDV: tl.constexpr = V.BDV
+    o = tl.zeros([BM, BDV], tl.float32)
+    w = tl.zeros([BM, BDV], tl.float32)
+    span = key_span(block, geometry, V, BN)
+    key_tiles = tiles_of(sk, n_segments, V, BN)
+    visits = visits_of(span, mask, block.b, block.h, block.tile, tl.num_programs(0), key_tiles, geometry, V, BN)
+    intervals = intervals_of(mask, block.b, block.h, block.segment, sq, sk, n_segments, geometry, V, BN)
+    # a row meets its first key in the first tile, or after a tile that an edge cuts
+    cut_before = 1
+    if visits.start < visits.stop:
+        for step in range(visits.start, visits.stop, BN):
+            j0, at_edge = visited(step, visits, V, BN)
+            k = key_tile(k_rows, k_desc, block, j0, BN, V.D, V.BD, TMA)
+            v = key_tile(v_rows, v_desc, block, j0, BN, V.DV, V.BDV, TMA)
+            t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
+            ts = tl.zeros([BM, BN], tl.float32)
+            if T.Q:
+                ts = tl.dot(tq, tl.trans(k), ts, input_precision=V.PRECISION)
+            if T.K:
+                tk = key_tile(tk_rows, tk_desc, block, j0, BN, V.D, V.BD, TMA)
+                ts = tl.dot(q, tl.trans(tk), ts, input_precision=V.PRECISION)
+            x, slope = logits_of(t, 1.0, 0.0, geometry, V, "apart" if T.SCORES else "none")
+            ts = ts * scale
+            if V.SOFTCAP and T.SCORES:
+                ts = ts * slope
+            entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
+            if V.BIAS:
+                x = add_bias(x, 1.0, table_ptr, entry, j0, span, geometry, V, BM, BN)
+            if T.BIAS:
+                ts = add_bias(ts, 1.0, ttable_ptr, entry, j0, span, geometry, V, BM, BN)
+            if V.INTERVALS == 0:
+                at_edge = (j0 < span.low) | (j0 > span.high)
+            if at_edge:
+                seen = visible(block.position, j0 + key_lanes, intervals, block.segment, geometry, V, BN)
+                x = tl.where(seen, x, float("-inf"))
+            new_max = tl.maximum(row_max, tl.max(x, 1))
+            safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+            # the difference first: an unchanged maximum must rescale by exactly 1
+            rescale = tl.exp2((row_max - safe_max) * unit)
+            p = tl.exp2(x * unit - (safe_max * unit)[:, None])
+            row_max = new_max
+            total = tl.sum(p, 1)
+            row_sum *= rescale
+            o = o * rescale[:, None]
+            w = w * rescale[:, None]
+            weights = p.to(v.dtype)
+            if T.SCORES:
+                e *= rescale
+                e_cast *= rescale
+                if cut_before > 0:
+                    # what is in the sum already is the sink's
+                    mean = tl.sum(p * ts, 1) / tl.where(total > 0, total, 1.0)
+                    moved = tl.where((opened == 0) & (total > 0), mean, 0.0)
+                    nu += moved
+                    e -= moved * row_sum
+                    e_cast -= moved * row_sum
+                    opened = tl.where(total > 0, 1.0, opened)
+                cut_before = at_edge.to(tl.int32)
+                g = p * (ts - nu[:, None])
+                e += tl.sum(g, 1)
+                g_cast = g.to(v.dtype)
+                e_cast += tl.sum(g_cast.to(tl.float32), 1)
+                w = tl.dot(g_cast, v, w, input_precision=V.PRECISION)
+            elif T.SINK:
+                e *= rescale
+                e_cast *= rescale
+            row_sum += total
+            o = tl.dot(weights, v, o, input_precision=V.PRECISION)
+            if T.V:
+                tv = key_tile(tv_rows, tv_desc, block, j0, BN, V.DV, V.BDV, TMA)
+                w = tl.dot(weights, tv, w, input_precision=V.PRECISION)
+    lse2 = row_max * unit + tl.log2(row_sum)
+    if V.SINK:
+        lse2 = tl.where(sink == float("inf"), sink, lse2)
+    inverse = 1.0 / tl.where(row_sum == 0, 1.0, row_sum)
+    tlse = tl.where(lse2 == float("-inf"), 0.0, nu + e * inverse)
+    offset = tl.cast(block.b * geometry.heads + block.h, tl.int64) * sq + block.row
+    rows = tl.arange(0, BM)
+    tl.store(lse_ptr + offset + rows, lse2 * LN2, mask=rows < block.n_rows)
+    tl.store(tlse_ptr + offset + rows, tlse, mask=rows < block.n_rows)
+    y = o * inverse[:, None]
+    ty = w * inverse[:, None]
+    if V.GATE:
+        weight = tl.sigmoid(own_tile(gate_rows, block, BM, V.DV, V.BDV).to(tl.float32))
+        y = y * weight
+        ty = ty * weight
+        if T.GATE:
+            ty += y * (1.0 - weight) * own_tile(tgate_rows, block, BM, V.DV, V.BDV).to(tl.float32)
+    ty -= (e_cast * inverse)[:, None] * y
+    store_tile(at(y_rows, block.b, block.h, block.row), y_rows.row, block.n_rows, y, BM, V.DV, V.BDV)
+    store_tile(at(ty_rows, block.b, block.h, block.row), ty_rows.row, block.n_rows, ty, BM, V.DV, V.BDV)
+
+
+def config_of(call: Call) -> KernelConfig:
+    return resolve("triton.tangent", lambda: _chosen(call))
+
+
+def _chosen(call: Call) -> KernelConfig:
+    """Two accumulators and two tiles of scores, four tensors of keys: tiles that neither spill nor exceed shared memory."""
+    device = device_of(call.q.device)
+    if call.q.dtype == torch.float32 or width_of(call) > 128:
+        return heuristic("dq", call, device)
+    narrow = width_of(call) <= 64
+    if device.shared >= LARGE:
+        return KernelConfig(128, 64 if narrow else 32, 8, 2, tma=True)
+    if device.shared >= MIDDLE:
+        return KernelConfig(64, 64, 4, 2, tma=True) if narrow else KernelConfig(64, 32, 4, 1)
+    return KernelConfig(64 if narrow else 32, 32, 4, 1)
+
+
+def tangent(call: Call, tangents: dict[str, Tensor], known: tuple[Any, ...] | None) -> tuple[Any, ...]:
+    """(y, lse, None, ty, tlse, None); what is known is returned as it came, and computed again beside its tangent."""
+    launch = Launch(call)
+    y, ty = (launch.empty_rows(call.v.shape[-1], call.output_dtype) for _ in range(2))
+    lse, tlse = (torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device) for _ in range(2))
+    config = config_of(call)
+    grid = launch.row_grid(config.block_m)
+    if grid[0] and grid[1]:
+        _start(launch, tangents, config, grid, (y, ty), (lse, tlse))
+    if known is not None:
+        y, lse, _ = known
+    return y, lse, None, ty, tlse, None
+
+
+def _start(
+    launch: Launch,
+    tangents: dict[str, Tensor],
+    config: KernelConfig,
+    grid: tuple[int, int],
+    outputs: tuple[Tensor, Tensor],
+    row_values: tuple[Tensor, Tensor],
+) -> None:
+    call = launch.call
+    # absent tensors still need a pointer; what is compiled in never reads it
+    tq, tk, tv = (
+        launch.readable(tangents[name]) if name in tangents else own
+        for name, own in (("q", launch.q), ("k", launch.k), ("v", launch.v))
+    )
+    tgate = launch.readable(tangents["gate"]) if "gate" in tangents else launch.gate
+    ttable = table_of(launch.start, tangents["bias"], 1.0) if "bias" in tangents else launch.table
+    tsink = compact(tangents["sink"]) if "sink" in tangents else launch.sink
+    moves = not {"q", "k", "bias"}.isdisjoint(tangents)
+    given = Given(*(name in tangents for name in ("q", "k", "v", "bias", "sink", "gate")), SCORES=moves)
+    tma, descriptors = launch.descriptors(config, config.block_n, launch.k, launch.v, tk, tv)
+    launch.start(
+        _tangent_kernel,
+        grid,
+        *(rows_of(x) for x in (launch.q, launch.k, launch.v, tq, tk, tv)),
+        *descriptors,
+        *(rows_of(x) for x in (launch.gate, tgate, *outputs)),
+        *(*row_values, launch.table, ttable, launch.sink, tsink, float(call.scale)),
+        launch.mask(config, of_rows=True),
+        *launch.shared(call.cu_seqlens_q, config.block_m),
+        V=launch.variant,
+        T=given,
+        TMA=tma,
+        **config.launch,
+    )

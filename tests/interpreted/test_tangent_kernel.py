@@ -1,0 +1,114 @@
+"""The Triton tangent kernel in Triton's interpreter, against the tiled backend in float64 of the same inputs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+
+import backlight
+from backlight import registry
+from backlight.backends.tiled.tangent import tangent
+from backlight.backends.triton.config import KernelConfig
+from backlight.call import Call
+from backlight.config import override
+from backlight.spec import LEARNED
+from cases import BY_NAME, FP32, Case, case_id
+
+NAMES = (
+    "plain",
+    "causal",
+    "window",
+    "softcap",
+    "bias",
+    "sink",
+    "gate",
+    "gqa",
+    "varlen",
+    "sq<sk",
+    "causal,d=16,dv=40",
+    "rows without keys,sink,dlse",
+    "window sees nothing",
+    "bias,two-sided,sq<sk",
+    "varlen,empty k",
+    "varlen,window,unequal",
+    "sk=0,sink",
+    "mask",
+    "mask,nothing is seen",
+    "mask,varlen,empty segments",
+    "mask,pos,varlen,causal",
+    "softcap,saturated",
+)
+TOGETHER = Case(
+    "everything", b=1, hq=4, hkv=2, sq=40, sk=70, causal=True, window=(30, 0), softcap=1.5, bias=24, sink=True, gate=True
+)
+SMALL = KernelConfig(16, 16, 4, 1)
+
+
+def learned(call: Call) -> dict[str, Tensor]:
+    return {name: x for name in LEARNED if (x := getattr(call, name)) is not None}
+
+
+def tangents_of(call: Call) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {name: torch.randn(x.shape, generator=generator).to(x.dtype) for name, x in learned(call).items()}
+
+
+def judge(call: Call, tangents: dict[str, Tensor], limit: float) -> None:
+    exact = replace(call, **{name: x.double() for name, x in learned(call).items()})
+    wanted = tangent(exact, {name: t.double() for name, t in tangents.items()}, None, save_u=False)
+    found = registry.get("triton").tangent(call, tangents, None)
+    for name, got, want in zip(("y", "lse", "u", "ty", "tlse"), found, wanted.all, strict=False):
+        if want is None or not want.numel():
+            continue
+        at = want.isfinite()
+        assert torch.equal(at, got.isfinite()), name
+        scale = max(1.0, float(want[at].abs().max()) if at.any() else 0.0)
+        assert float((got.double() - want)[at].abs().max() if at.any() else 0.0) <= limit * scale, name
+
+
+@pytest.mark.parametrize("case", [*(BY_NAME[name] for name in NAMES), TOGETHER], ids=case_id)
+def test_fp32(case: Case) -> None:
+    call = case.make(FP32).call
+    tangents = tangents_of(call)
+    with override("triton.tangent", SMALL):
+        judge(call, tangents, 5e-6)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sink", "gate"])
+def test_one_tangent(name: str) -> None:
+    call = replace_length(TOGETHER).make(FP32).call
+    with override("triton.tangent", SMALL):
+        judge(call, {name: tangents_of(call)[name]}, 5e-6)
+
+
+def replace_length(case: Case) -> Case:
+    return replace(case, sq=20, sk=36, hq=2, hkv=1)
+
+
+def test_fp16_and_tiles_of_the_heuristic() -> None:
+    call = Case("tiles", b=1, hq=1, hkv=1, causal=True, sq=70, sk=130, d=64).make(torch.float16).call
+    judge(call, tangents_of(call), 4e-3)
+
+
+def test_the_public_call() -> None:
+    call = BY_NAME["causal"].make(FP32).call
+    tangents = tangents_of(call)
+    y, ty = backlight.attention_jvp(*learned(call).values(), *tangents.values(), causal=True, backend="triton")
+    wanted = backlight.attention_jvp(*learned(call).values(), *tangents.values(), causal=True, backend="tiled")
+    torch.testing.assert_close((y, ty), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_tau_is_refused_by_name_and_left_to_tiled_without_one() -> None:
+    call = BY_NAME["tau"].make(FP32).call
+    q, k, v = call.q, call.k, call.v
+    with pytest.raises(NotImplementedError, match="triton: has no forward-mode derivative with tau"):
+        backlight.attention_jvp(q, k, v, q, tau=call.tau, backend="triton")
+    assert backlight.attention_jvp(q, k, v, q, tau=call.tau)[1].isfinite().all()
