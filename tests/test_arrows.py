@@ -44,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "running": {"_private", "spec", "call", "registry"},
     "operators": {"_private", "spec", "call", "running", "batching", "derivatives", "functional", "in_graph"},
     "direct": {"_private", "spec", "call", "binding", "running", "functional", "operators"},
+    "documents": {"_private", "spec", "binding"},
     "api": {
         "spec",
         "call",
@@ -56,6 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "registry",
         "operators",
         "direct",
+        "documents",
     },
     # weights are formed by the tiled backend's own code: no second copy of scores, mask and elastic weights
     "attention_statistics": {"spec", "call", "running", "api", "backends.tiled"},

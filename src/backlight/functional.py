@@ -15,7 +15,7 @@ from backlight import batching
 from backlight.derivatives import refuse_second, refuse_tangent
 from backlight.spec import LEARNED, TENSOR_NAMES
 
-N_TENSORS, N_SCALARS, N_GRADIENTS = len(TENSOR_NAMES), 8, len(LEARNED)
+N_TENSORS, N_SCALARS, N_GRADIENTS = len(TENSOR_NAMES), 9, len(LEARNED)
 TAU = TENSOR_NAMES.index("tau")
 
 
