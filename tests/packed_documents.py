@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,11 @@ class Documents:
     causal: bool = False
     terms: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
+
+    def quarter(self) -> Documents:
+        """The same with a quarter of the positions, for interpreters."""
+        lengths = tuple(tuple(n // 4 for n in each) if isinstance(each, tuple) else each // 4 for each in self.lengths)
+        return replace(self, lengths=lengths, length=self.length // 4)
 
     def mask(self, device: torch.device | str = "cpu") -> Mask:
         lengths = torch.tensor(self.lengths, device=device) if self.by_tensor else [*self.lengths]

@@ -74,8 +74,8 @@ class Mask:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Mask:
         """The mask on another device."""
-        moved = [None if x is None else x.to(device, non_blocking=non_blocking) for x in _leaves(self)]
-        return Mask(*moved, self.causal)  # type: ignore[arg-type]
+        rows, pos, borders = (None if x is None else x.to(device, non_blocking=non_blocking) for x in _leaves(self))
+        return Mask(rows, pos, borders, self.causal)  # type: ignore[arg-type]
 
     def copy_(self, other: Mask) -> Mask:
         """Another mask of the same shapes into the memory of this one: for a captured CUDA graph, which reads it there."""
