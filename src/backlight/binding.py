@@ -194,7 +194,7 @@ def bind_like_before(
 ) -> Call:
     """`bind`, with the checks left out where a call of the same kind has passed them."""
     window = options["window"]
-    kind = _kind_of(tensors, (*options.values(), *(window if isinstance(window, tuple) else ()), backend))
+    kind = _kind_of(tensors, (*options.values(), *(window if isinstance(window, tuple) else ()), backend, trusted))
     call = _recall(kind, tensors, packed)
     if call is None:
         call = bind(tensors, options, packed)

@@ -116,6 +116,24 @@ def test_bad_calls_get_the_sentences_of_intervals() -> None:
         backlight.attention(q[0], q, q, mask=made)
 
 
+def test_borders_of_a_caller_are_checked_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls of one layout, of which one may go unchecked."""
+    x, made = torch.randn(2, 200, 2, 8), mask.documents(lengths=[[120, 80], [60, 140]])
+    packed, batched = x.flatten(0, 1), x.transpose(1, 2)
+    seen = ran(monkeypatch)
+    for _ in range(2):
+        y = backlight.attention(batched, batched, batched, mask=made)
+        torch.testing.assert_close(
+            backlight.attention_varlen(packed, packed, packed, made.borders[0]), y.transpose(1, 2).flatten(0, 1)
+        )
+    assert [call.trusted for call in seen] == [True, False, True, False]
+    assert seen[0].layout == seen[1].layout
+    assert seen[2].shared is not seen[3].shared
+    wrong = torch.tensor([0, 9, 3, 400, 400, 400], dtype=torch.int32)
+    with pytest.raises(ValueError, match="cu_seqlens_q must not decrease"):
+        backlight.attention_varlen(packed, packed, packed, wrong)
+
+
 def test_five_axes() -> None:
     q = torch.randn(2, 3, 2, 200, 8, dtype=torch.float64)
     made = mask.documents(lengths=[120, 60], length=200)
