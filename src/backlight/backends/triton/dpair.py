@@ -73,11 +73,9 @@ def _dpair_kernel(
     geometry = frame.geometry
     TMA: tl.constexpr = q_desc is not None
     key_tiles = tl.cdiv(sk, BN)
-    i0 = tl.program_id(0) // key_tiles * BM
-    j0 = tl.program_id(0) % key_tiles * BN
+    i0, j0 = tl.program_id(0) // key_tiles * BM, tl.program_id(0) % key_tiles * BN
     group = tl.program_id(1) % groups
-    entry_b = tl.program_id(1) // groups // bias_heads
-    entry_h = tl.program_id(1) // groups % bias_heads
+    entry_b, entry_h = tl.program_id(1) // groups // bias_heads, tl.program_id(1) // groups % bias_heads
     segment = Segment(0, 0, sq, sk, 0)
     shift = sk - sq
     position = (i0 + shift + tl.arange(0, BM))[:, None]
@@ -102,8 +100,7 @@ def _dpair_kernel(
         for member in range(first, stop):
             b, h = member_of(member, entry_b, entry_h, own_heads, pair)
             g = h // geometry.group
-            minus_lse2 = next_lse2
-            delta = next_delta
+            minus_lse2, delta = next_lse2, next_delta
             next_b, next_h = member_of(tl.minimum(member + 1, stop - 1), entry_b, entry_h, own_heads, pair)
             next_lse2, next_delta = row_vectors(tensors, next_b, next_h, pitch16, i0, geometry, BM)
             q = stream_tile(tensors.q, q_desc, (b, h, 0), i0, sq, BM, V.D, V.BD, TMA)
