@@ -20,10 +20,7 @@ from backlight.backends.intervals.arguments import Rows, Sequence, Sizes
 # rows below every one and beyond every one; differences of two of them stay within 32 bits
 NO_ROW = tl.constexpr(1 << 30)
 # what a visited tile has to compare: rows with the first of each interval, its end, its hole; positions with causal and window
-FIRST = tl.constexpr(1)
-END = tl.constexpr(2)
-HOLE = tl.constexpr(4)
-GEOMETRY = tl.constexpr(8)
+FIRST, END, HOLE, GEOMETRY = (tl.constexpr(1 << bit) for bit in range(4))
 KINDS = tl.constexpr(16)
 
 
