@@ -137,8 +137,8 @@ def fold_tile(rows, folded_ptr, packing, sizes, V: tl.constexpr, BN: tl.constexp
     key = own.tile * BN + lanes
     # without any key the tile before the last has keys below 0
     exists = key < tl.where(last, -NO_ROW, own.sk)
-    batch, head = m // sizes.mask_heads, m % sizes.mask_heads
-    rows_ptr = rows.ptr + (tl.cast(batch, tl.int64) * rows.batch + tl.cast(head, tl.int64) * rows.head)
+    offset = tl.cast(m // sizes.mask_heads, tl.int64) * rows.batch + tl.cast(m % sizes.mask_heads, tl.int64) * rows.head
+    rows_ptr = rows.ptr + offset
     rows_ptr += (own.k_start + key).to(tl.int64) * rows.key
     own_rows = Rows(rows_ptr, rows.batch, rows.head, rows.end, rows.key)
     first, end, hole, hole_end = folded_intervals(own_rows, key, own, exists, sizes, V)

@@ -147,8 +147,8 @@ def _pair_sums_kernel(parts, dpair, members, rows, bias_heads, PARTS: tl.constex
     total = tl.zeros([PARTS, COLUMNS], tl.float32)
     for first in range(0, members, PARTS):
         member = first + tl.arange(0, PARTS)[:, None]
-        number, own_head = member // parts.own_heads, member % parts.own_heads
-        part = number.to(tl.int64) * parts.member + own_head.to(tl.int64) * parts.own_head
+        part = (member // parts.own_heads).to(tl.int64) * parts.member
+        part += (member % parts.own_heads).to(tl.int64) * parts.own_head
         total += tl.load(parts_ptr + part + at[None, :], mask=exists[None, :] & (member < members), other=0.0)
     pointers = pair_start(dpair, b * dpair.sharing, h, 0, 0) + at // dpair.keys * dpair.row + at % dpair.keys * dpair.key
     tl.store(pointers, tl.sum(total, 0).to(dpair.ptr.dtype.element_ty), mask=exists)
