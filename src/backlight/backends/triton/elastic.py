@@ -88,8 +88,8 @@ def _elastic_kernel(
                 u = tl.dot(positive(a, weights, V), v, u, input_precision=V.PRECISION)
             o = tl.dot(weights, v, o, input_precision=V.PRECISION)
     if tensors.u is not None:
-        mean = u / tl.maximum(n, 1)
-        store_tile(at(tensors.u, block.b, block.h, block.row), tensors.u.row, block.n_rows, mean, BM, V.DV, V.BDV)
+        u_ptr = at(tensors.u, block.b, block.h, block.row)
+        store_tile(u_ptr, tensors.u.row, block.n_rows, u / tl.maximum(n, 1), BM, V.DV, V.BDV)
     if V.GATE:
         gate = own_tile(tensors.gate, block, BM, V.DV, V.BDV)
         o = o * tl.sigmoid(gate.to(tl.float32))
