@@ -69,6 +69,8 @@ def _dbias_kernel(
         if V.VARLEN:
             segment = nth_segment(z, packing)
         intervals = intervals_of(mask, b, h, segment, sq, sk, n_segments, geometry, V, BN)
+        place = (b, h, segment.q_start)
+        key_place = (b, g, segment.k_start)
         # row i0 meets key i0 + ahead at this offset
         ahead = segment.sk - segment.sq + geometry.bias_origin - column
         first_tile = tl.maximum(1 - BN - ahead, 0) // BM
@@ -80,17 +82,17 @@ def _dbias_kernel(
                 i0 = tl.multiple_of(tile * BM, BM)
                 j0 = i0 + ahead
                 keys = (j0 + key_lanes)[None, :]
-                q = stream_tile(q_rows, q_desc, b, h, segment.q_start, i0, segment.sq, BM, V.D, V.BD, TMA)
-                k = stream_tile(k_rows, k_desc, b, g, segment.k_start, j0, segment.sk, BN, V.D, V.BD, TMA)
-                do = stream_tile(do_rows, do_desc, b, h, segment.q_start, i0, segment.sq, BM, V.DV, V.BDV, TMA)
-                v = stream_tile(v_rows, v_desc, b, g, segment.k_start, j0, segment.sk, BN, V.DV, V.BDV, TMA)
+                q = stream_tile(q_rows, q_desc, place, i0, segment.sq, BM, V.D, V.BD, TMA)
+                k = stream_tile(k_rows, k_desc, key_place, j0, segment.sk, BN, V.D, V.BD, TMA)
+                do = stream_tile(do_rows, do_desc, place, i0, segment.sq, BM, V.DV, V.BDV, TMA)
+                v = stream_tile(v_rows, v_desc, key_place, j0, segment.sk, BN, V.DV, V.BDV, TMA)
                 minus_lse2 = load_vector(minus_lse2_ptr + row_offset, i0, segment.sq, float("-inf"), BM, V.VARLEN)[:, None]
                 delta = load_vector(delta_ptr + row_offset, i0, segment.sq, 0.0, BM, V.VARLEN)[:, None]
                 t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
                 dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
                 s, _ = logits_of(t, geometry.unit, bias + minus_lse2, geometry, V, "none")
                 if V.PAIR > 0:
-                    s += pair_tile(pair, pair.ptr, b, h, i0, j0, segment.sq, V, False, BM, BN, False, True) * LOG2E
+                    s += pair_tile(pair, pair.ptr, (b, h, i0, j0), segment.sq, V, False, BM, BN, False, True) * LOG2E
                 p = tl.exp2(s)
                 # masks are in the bias: what is left are keys that do not exist
                 if (j0 < 0) | (j0 + BN > segment.sk):
@@ -164,12 +166,10 @@ def dbias_of(launch: Launch, rows: RowState) -> Tensor:
     dbias = torch.empty(heads, n, dtype=call.bias.dtype, device=call.bias.device)
     launch.start(
         small._dbias_sums_kernel,
-        (triton.cdiv(n, small.COLUMNS), heads),
+        (triton.cdiv(n, small.COLUMNS.value), heads),
         *(partial, dbias, batch, heads, splits, offsets, n),
         BM=config.block_m,
         BN=block,
-        COLUMNS=small.COLUMNS,
-        PARTS=small.PARTS,
         num_warps=4,
         enable_fp_fusion=True,
     )
