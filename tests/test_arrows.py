@@ -93,6 +93,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "derivatives",
         "errors",
         "registry",
+        "differentiating",
+        "_private",
         "api",
         "",
     },
