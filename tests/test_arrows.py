@@ -72,7 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "operators",
         "direct",
     },
-    "tangents": {"spec", "arguments", "binding", "contexts", "derivatives", "second_operators", "api"},
+    "tangents": {"spec", "call", "arguments", "binding", "contexts", "derivatives", "second_operators", "api"},
     # weights are formed by the tiled backend's own code: no second copy of scores, mask and elastic weights
     "attention_statistics": {"spec", "call", "running", "api", "backends.tiled"},
     "slopes": {"arguments"},
@@ -93,6 +93,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "derivatives",
         "errors",
         "registry",
+        "differentiating",
+        "_private",
         "api",
         "",
     },
