@@ -74,7 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "direct",
         "documents",
     },
-    "tangents": {"spec", "arguments", "binding", "contexts", "derivatives", "second_operators", "api"},
+    "tangents": {"spec", "call", "arguments", "binding", "contexts", "derivatives", "second_operators", "api"},
     # weights are formed by the tiled backend's own code: no second copy of scores, mask and elastic weights
     "attention_statistics": {"spec", "call", "running", "api", "backends.tiled"},
     "slopes": {"arguments"},
@@ -95,6 +95,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "derivatives",
         "errors",
         "registry",
+        "differentiating",
+        "_private",
         "api",
         "",
     },

@@ -446,8 +446,6 @@ def test_refusals_of_sharded_calls(transform: str, strategy: str) -> None:
     torch.testing.assert_close(VALUES["autograd with create_graph"](sharded, x), by_autograd(lambda x: plain(x, K, V), x))
     with pytest.raises(NotImplementedError, match=SENTENCE):
         SECOND[transform](sharded, x)
-    with pytest.raises(NotImplementedError, match=SENTENCE):
-        dual(sharded, x)
 
 
 def test_an_attention_beside_what_is_differentiated() -> None:

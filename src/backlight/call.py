@@ -30,12 +30,14 @@ class Part:
     What a part returns is still to be summed, so y, u, dq, dk and dv come back in the accumulator dtype. An elastic part cannot
     find the normaliser of the whole row in its own keys, so it is given; a forward with `lse` returns that same lse.
 
-    lse: [B,Hq,Sq] over all parts, sink included; None without tau.
-    n:   int32: visible keys of each row over all parts, [Sq]; with a mask, [B|1,Hq|1,Sq]; None without tau.
+    lse:  [B,Hq,Sq] over all parts, sink included; None without tau.
+    n:    int32: visible keys of each row over all parts, [Sq]; with a mask, [B|1,Hq|1,Sq]; None without tau.
+    tlse: the tangent of lse, for tangents of an elastic part, which are summands then.
     """
 
     lse: Tensor | None = None
     n: Tensor | None = None
+    tlse: Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -192,6 +192,31 @@ def fsdp2_on_another_dimension(rank: Rank) -> None:
 
 
 @check((2,))
+def forward_mode(rank: Rank) -> None:
+    """`attention_jvp`, torch.func.jvp with a backward beside it, and DTensors."""
+    torch.manual_seed(4)
+    q, k, v, tq, tk, tv = (torch.randn(2, 4, 22, 8) for _ in range(6))
+    tau, ttau = torch.tensor([-0.7, 0.4, -0.3, 0.0]), torch.randn(4)
+    wanted = backlight.attention_jvp(q, k, v, tq, tk, tv, causal=True, tau=tau, ttau=ttau)
+    for strategy in ("ring", "all_to_all"):
+        context = rank.context(layout="contiguous", strategy=strategy)
+        own, along = ([context.shard(x, SEQUENCE) for x in each] for each in ((q, k, v), (tq, tk, tv)))
+
+        def attend(*x: Tensor, context: ContextParallel = context) -> Tensor:
+            return backlight.attention(*x, causal=True, tau=tau, context=context)
+
+        leaf = [x.clone().requires_grad_() for x in own]
+        y, _ = torch.func.jvp(attend, tuple(leaf), tuple(along))
+        found = torch.autograd.grad(y.square().sum(), leaf)
+        torch.testing.assert_close(found, torch.autograd.grad(attend(*leaf).square().sum(), leaf))
+        both = backlight.attention_jvp(*own, *along, causal=True, tau=tau, ttau=ttau, context=context)
+        torch.testing.assert_close(tuple(context.unshard(x, SEQUENCE) for x in both), wanted)
+        placed = [DTensor.from_local(x, rank.mesh, [Shard(SEQUENCE)]) for x in (*own, *along)]
+        both = backlight.attention_jvp(*placed, causal=True, tau=tau, ttau=ttau, context=context)
+        torch.testing.assert_close(tuple(x.full_tensor() for x in both), wanted)
+
+
+@check((2,))
 def dtensor(rank: Rank) -> None:
     """DTensors sharded along the sequence in, the same out; gradients are DTensors with the values of the plain call."""
     torch.manual_seed(3)

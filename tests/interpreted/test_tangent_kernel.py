@@ -45,6 +45,15 @@ NAMES = (
     "mask,varlen,empty segments",
     "mask,pos,varlen,causal",
     "softcap,saturated",
+    "pair",
+    "pair,keys",
+    "pair+softcap",
+    "pair,batch+rows",
+    "pair,two entries share",
+    "pair,hidden,sink",
+    "pair,hidden,mask",
+    "pair,wide,own,hidden",
+    "pair,strided",
 )
 TOGETHER = Case(
     "everything", b=1, hq=4, hkv=2, sq=40, sk=70, causal=True, window=(30, 0), softcap=1.5, bias=24, sink=True, gate=True
@@ -82,9 +91,9 @@ def test_fp32(case: Case) -> None:
         judge(call, tangents, 5e-6)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sink", "gate"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sink", "gate", "pair_bias"])
 def test_one_tangent(name: str) -> None:
-    call = replace_length(TOGETHER).make(FP32).call
+    call = replace(replace_length(TOGETHER), pair_bias=("heads", "rows", "hidden")).make(FP32).call
     with override("triton.tangent", SMALL):
         judge(call, {name: tangents_of(call)[name]}, 5e-6)
 

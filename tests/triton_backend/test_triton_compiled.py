@@ -248,7 +248,9 @@ def test_nothing_to_read_needs_no_descriptor(sq: int, sk: int, monkeypatch: pyte
 @pytest.mark.slow
 @pytest.mark.usefixtures("nvidia")
 @pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("spec", [{}, {"causal": True}, {"causal": True, "bias": True, "sink": True, "gate": True}, MASK])
+@pytest.mark.parametrize(
+    "spec", [{}, {"causal": True}, {"causal": True, "bias": True, "sink": True, "gate": True}, MASK, {"pair_bias": True}]
+)
 def test_tangents_compile_for_hopper(d: int, spec: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tangent, "device_of", lambda device: Device("a card", "sm_90", 227 * 1024))
     call = call_of(d=d, **spec)

@@ -17,7 +17,7 @@ from backlight.distributed.communicator import Communicator
 from backlight.distributed.layout import LAYOUTS, Borders, lengths
 from backlight.spec import LEARNED, TERM_NAMES
 
-STEP, BACKWARD, UNSHARD = "options check", "backward check", "unshard"
+STEP, BACKWARD, UNSHARD, TANGENT = "options check", "backward check", "unshard", "tangents check"
 # ranks that make different calls must still understand each other, so every message has the same size: the step's name,
 # how many numbers follow, and the numbers
 NAME_BYTES, NUMBERS = 40, 40
@@ -209,6 +209,12 @@ def agree_backward(communicator: Communicator, number: int, has_dlse: bool) -> b
     rows = meet(communicator, [number, int(has_dlse)], BACKWARD)
     _check_equal("the call whose backward runs", [row[0] for row in rows], lambda n: f"call {n}")
     return any(row[1] for row in rows)
+
+
+def agree_tangents(communicator: Communicator, given: Sequence[bool]) -> list[bool]:
+    """Which inputs have a tangent on some rank: the others' keys come with theirs."""
+    rows = meet(communicator, [int(each) for each in given], TANGENT)
+    return [any(column) for column in zip(*rows, strict=True)]
 
 
 def agree_shard(communicator: Communicator, shard: Tensor, dim: int, layout: str) -> list[int]:

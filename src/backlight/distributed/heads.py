@@ -6,17 +6,19 @@ an ordinary call, and the results go back the same way. Exact to the bit, since 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from backlight import registry
+from backlight import differentiating, registry
 from backlight.call import Call, learned_tensors
 from backlight.distributed.blocks import Shards
 from backlight.distributed.communicator import Communicator
 from backlight.distributed.layout import Range, cut, place
+from backlight.distributed.ring_tangent import Moved
 from backlight.distributed.rows import stored
 from backlight.spec import OF_PAIRS, PER_HEAD, SEQUENCE_OF
 
@@ -28,19 +30,40 @@ class AllToAll:
     communicator: Communicator
     shards: Shards
     backend: str | None
+    keeps_inputs: ClassVar = False
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """(y, lse, what the backward needs) of this rank's rows."""
-        cut = [name for name in SEQUENCE_OF if getattr(call, name) is not None]
-        sent = [getattr(call, name) for name in cut]
-        received = self._to_heads(sent, [SEQUENCE_OF[name] for name in cut], "forward, sequence to heads")
-        of_heads = {name: self._own_heads(getattr(call, name)) for name in PER_HEAD}
-        of_heads |= {name: self._own_of(getattr(call, name)) for name in (*OF_PAIRS, "rows")}
-        own = replace(call, **dict(zip(cut, received, strict=True)), **of_heads, _segments=None)  # type: ignore[arg-type]
+        own, _ = self._own(call, {})
         y, lse, u = registry.choose(own, self.backend).forward(own, True)
         (y_rows,) = self._to_rows([y], ["rows"], "forward, heads to sequence")
         (lse_rows,) = self._to_rows([lse[..., None]], ["rows"], "forward, lse")
         return stored(y_rows, call.q), lse_rows[..., 0], [*learned_tensors(own), y, lse, u]
+
+    def tangent(self, call: Call, tangents: Mapping[str, Tensor]) -> Moved:
+        """y, lse, their tangents and what the backward needs, of this rank's rows."""
+        own, along = self._own(call, tangents)
+        y, lse, u, ty, tlse, _ = differentiating.choose("tangent", own, self.backend).tangent(own, along, None)
+        outputs = self._to_rows([y, ty], ["rows"] * 2, "forward, heads to sequence")
+        sums = self._to_rows([lse[..., None], tlse[..., None]], ["rows"] * 2, "forward, lse")
+        (y_rows, ty_rows), (lse_rows, tlse_rows) = (stored(x, call.q) for x in outputs), (x[..., 0] for x in sums)
+        return Moved(y_rows, lse_rows, ty_rows, tlse_rows, [*learned_tensors(own), y, lse, u])
+
+    def _own(self, call: Call, tangents: Mapping[str, Tensor]) -> tuple[Call, dict[str, Tensor]]:
+        """The call of this rank's heads and the whole sequence, and its tangents."""
+        cut = [name for name in SEQUENCE_OF if getattr(call, name) is not None]
+        moving = [name for name in SEQUENCE_OF if name in tangents]
+        sent = [*(getattr(call, name) for name in cut), *(tangents[name] for name in moving)]
+        received = self._to_heads(sent, [SEQUENCE_OF[name] for name in (*cut, *moving)], "forward, sequence to heads")
+        of_heads = {name: self._own_heads(getattr(call, name)) for name in PER_HEAD}
+        of_heads |= {name: self._own_of(getattr(call, name)) for name in (*OF_PAIRS, "rows")}
+        changes: dict[str, Any] = dict(zip(cut, received[: len(cut)], strict=True)) | of_heads
+        along = dict(zip(moving, received[len(cut) :], strict=True))
+        along |= {name: tangents[name][self._heads(len(tangents[name]))] for name in PER_HEAD if name in tangents}
+        for name in OF_PAIRS:
+            if (pairs := self._own_of(tangents.get(name))) is not None:
+                along[name] = pairs
+        return replace(call, **changes, _segments=None), along
 
     def backward(
         self, call: Call, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]

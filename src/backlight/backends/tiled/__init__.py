@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,11 +18,9 @@ class TiledBackend:
     takes = frozenset(
         {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed", "part"}
     )
-    # a part's tangent needs those of all other parts (eq. 54); a new term has none until it is named here too
-    derivatives = dict.fromkeys(
-        ("tangent", "second"),
-        frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed"}),
-    )
+    # a new term has no derivatives until it is named here too
+    twice = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed"})
+    derivatives: ClassVar = {"tangent": twice | {"part"}, "second": twice}
 
     def available(self) -> tuple[str, ...]:
         return ()

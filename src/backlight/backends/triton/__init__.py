@@ -54,7 +54,8 @@ class TritonBackend:
         {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed", "part"}
     )
     derivatives = dict.fromkeys(
-        ("tangent",), frozenset({"causal", "window", "softcap", "bias", "sink", "gate", "rows", "pos", "packed"})
+        ("tangent",),
+        frozenset({"causal", "window", "softcap", "bias", "sink", "gate", "pair_bias", "rows", "pos", "packed", "part"}),
     )
 
     def available(self) -> tuple[str, ...]:
