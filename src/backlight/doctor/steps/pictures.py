@@ -15,7 +15,9 @@ HEADS_SHOWN = 32
 
 
 def pictures(comparisons: Mapping[str, Comparison], probes: list[Probe], problem: Problem) -> list[Picture]:
-    found = [head_tiles(c) for c in comparisons.values() if c.truth.dim() >= 3 and (c.bad or c.name in ("o", "dq", "dk", "dv"))]
+    found = [
+        head_tiles(c) for c in comparisons.values() if c.truth.dim() >= 3 and (c.bad or c.name in ("o", "dq", "dk", "dv", "to"))
+    ]
     found.append(ulp(comparisons, problem))
     found += [repeats(p) for p in probes if p.name == "repeats" and "rows" in p.data and "runs" in p.data]
     return found
@@ -37,7 +39,7 @@ def ulp(comparisons: Mapping[str, Comparison], problem: Problem) -> Picture:
     edges = torch.tensor(EDGES, dtype=torch.float64)
     counts = {}
     for name, c in comparisons.items():
-        if name == "lse" or not c.ulp.numel():
+        if name in ("lse", "tlse") or not c.ulp.numel():
             continue
         bins = torch.bucketize(c.ulp.cpu(), edges, right=True).sub(1).clamp(min=0)
         counts[name] = torch.bincount(bins, minlength=len(EDGES)).tolist()

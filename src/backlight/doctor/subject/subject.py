@@ -1,8 +1,9 @@
 """The thing under examination: any attention callable, called by keyword, in its own layout, with its gradients taken.
 
-A subject may be a differentiable callable, an `nn.Module`, or a raw (forward, backward) pair. `Subject.run` speaks canonical
-`[B, H, S, D]` on the outside; inside it hands over BHSD, BSHD or packed `[T, H, D]` tensors and only those keywords that the
-callable accepts. What a callable cannot be told (a spec feature without a matching parameter) is reported, never guessed.
+A subject may be a differentiable callable, an `nn.Module`, or a raw (forward, backward) pair; its tangents are taken in
+`forward_mode`. `Subject.run` speaks canonical `[B, H, S, D]` on the outside; inside it hands over BHSD, BSHD or packed
+`[T, H, D]` tensors and only those keywords that the callable accepts. What a callable cannot be told (a spec feature without a
+matching parameter) is reported, never guessed.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class Observed:
 class Subject:
     """forward(q, k, v, **extras) -> o | (o, lse) | dict; backward(do, q, k, v, o, lse, **extras) -> tuple | dict, or None.
 
+    jvp(q, k, v, tq, tk, tv, **extras) -> (o, to) | ((o, lse), (to, tlse)) | dict, or None: then forward mode of a differentiable
+    forward is tried.
     layout: "BHSD", "BSHD", "packed" or "auto" (matched on o). lse: "auto" fits lse_kernel = a * lse + b, or a pair (a, b).
     config: keyword -> values the tile-size probe may try. params: learned terms whose gradients count; () = all accepted.
     """
@@ -78,14 +81,18 @@ class Subject:
     params: tuple[str, ...] = ()
     name: str = ""
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    jvp: Callable[..., Any] | None = None
 
     @staticmethod
     def of(subject: Any) -> Subject:
-        """A Subject from a callable, a module, a (forward, backward) pair, or a Subject."""
+        """A Subject from a callable, a module, a (forward, backward) pair or (forward, backward, jvp), or a Subject."""
         if isinstance(subject, Subject):
             return subject
         if isinstance(subject, tuple) and len(subject) == 2 and all(map(callable, subject)):
             return Subject(*subject)
+        if isinstance(subject, tuple) and len(subject) == 3 and callable(subject[0]) and callable(subject[2]):
+            if subject[1] is None or callable(subject[1]):
+                return Subject(*subject[:2], jvp=subject[2])
         wanted = "subject must be a callable, a module, a (forward, backward) pair or a Subject"
         if isinstance(subject, type):
             raise TypeError(f"{wanted}, got the class {subject.__qualname__}: make an object of it, or name its method")
