@@ -30,7 +30,7 @@ KINDS = {
     "wrapper": "code around the backend's entry points",
 }
 # these live in lse alone: a kernel that does not return it cannot have them
-NEEDS_LSE = {"dlse-ignored", "dlse-sign", "empty-rows-lse"}
+NEEDS_LSE = {"dlse-ignored", "dlse-sign", "empty-rows-lse", "tangent-lse-sign"}
 NAMED, NOT_APPLICABLE = "named", "not applicable"
 
 

@@ -77,7 +77,7 @@ def _joined(known: Mapping[str, Tensor], tangents: Mapping[str, Tensor]) -> Trac
 
 
 def noise(call: Call, tangents: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Per value, the root sum of squares of its summands, as in `problems.noise`; for tlse the size of the numbers behind it."""
+    """Per value, the root sum of squares of its summands, as in `problems.noise`; for tlse the size of what is behind it."""
     ratio = torch.finfo(call.accumulator_dtype).eps / torch.finfo(call.q.dtype).eps
     found = tangent(call, tangents, Oracle(FORWARD_MODE | _squares(ratio)))
     return {"ty": found.ty.sqrt(), "tlse": found.tlse * ratio}
@@ -90,7 +90,8 @@ def _squares(ratio: float) -> dict[str, Stage]:
         return p * (abs(scale) * (tq**2 @ (k**2).mT + q**2 @ (tk**2).mT).sqrt() + ts.abs() * wobble(ratio, q, k, scale, lse))
 
     def tlse(p, ts, p_sink, tsink, q, k, tq, tk, scale, lse):
-        total = sized(p, ts, q, k, tq, tk, scale, lse).sum(dim=-1)
+        # beside a sink that takes the row a kernel still subtracts a mean of ts over the keys, and adds it again
+        total = sized(p, ts, q, k, tq, tk, scale, lse).sum(dim=-1) / p.sum(dim=-1).clamp(min=torch.finfo(p.dtype).tiny)
         return total if tsink is None else total + (p_sink * tsink).abs()
 
     def tcentred(p, ts, p_sink, tsink):

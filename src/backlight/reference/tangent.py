@@ -1,7 +1,7 @@
 """Forward mode as stages: how y and lse move along tangents of the inputs (docs/math.md, eq. 47-51).
 
-A leading t marks a tangent. Inputs of a head are those of `trace` and, for each of them that is learned, its tangent `t<name>`, 0
-where it does not move, None where the input is. `tlse` is mu of eq. 48.
+A leading t marks a tangent. Inputs of a head are those of `trace` and, for each of them that is learned, its tangent `t<name>`,
+0 where it does not move, None where the input is. `tlse` is mu of eq. 48.
 """
 
 from __future__ import annotations

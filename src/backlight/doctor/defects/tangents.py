@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from backlight.call import Call
-from backlight.doctor.defects.defect import CAUSAL, CAUSAL_FULL, Defect, always, capped, negative_tau
+from backlight.doctor.defects.defect import CAUSAL, CAUSAL_FULL, Defect, always, capped
 from backlight.doctor.defects.mutants import Mutant, after
 from backlight.problems.axes import tensors_of
 from backlight.reference.tangent import TANGENT_STAGES
@@ -31,11 +31,6 @@ def _scaled(power: int, detail: str) -> Mutant:
 
 def _as_if_uncapped(tx, capped, tbias, column, visible):
     return TANGENT_STAGES["ts"].compute(tx, capped, None, tbias, column, visible)
-
-
-def _of_all_keys(tp, ttau, n, visible):
-    """The tangent of elastic weights with dropped keys counted as survivors."""
-    return tp + visible * ttau / n.clamp(min=1)
 
 
 _tangent = partial(Defect, family="tangents", demo=CAUSAL)
@@ -115,17 +110,6 @@ DEFECTS = [
         needs=capped,
         variants=always(Mutant(tangent={"ts": _as_if_uncapped})),
         demo={"spec": {"causal": True, "softcap": 2.0}},
-    ),
-    _tangent(
-        "tangent-survivors",
-        "forward mode: keys that the elastic softmax dropped move o as well",
-        "the tangent of the weights is not masked by what survives",
-        "to",
-        "to is wrong for heads with negative tau, tlse is right",
-        "Set tau >= 0: no key is dropped and the comparison must turn healthy.",
-        needs=negative_tau,
-        variants=always(Mutant(tangent={"ta": _of_all_keys})),
-        demo={"spec": {"causal": True, "tau": True}},
     ),
     _tangent(
         "tangent-uncentred",

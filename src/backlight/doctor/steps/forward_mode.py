@@ -56,6 +56,9 @@ def look(sheet: Sheet, outputs: Observed, values: Mapping[str, Tensor]) -> Seen 
         sheet.add(Finding("open", f"{name} has shape {came} instead of {wanted}", stage=name, score=90.0))
     seen.comparisons = {name: compare(name, x, seen.problem) for name, x in seen.values.items()}
     seen.rows = verdict.stage_rows(seen.problem, seen.values, seen.comparisons, {})
+    if any(row.name in ("lse", "o") and row.status != "ok" for row in sheet.rows):
+        for row in seen.rows:
+            row.status = "suspect" if row.status == "culprit" else row.status
     seen.law = duality(seen.problem, {**values, **seen.values})
     sheet.rows += seen.rows
     sheet.notes.append(f"tangents by {_way(sheet.subject)}")
@@ -100,7 +103,7 @@ def _natural(tlse: Tensor, raw: Tensor | None, lse: Tensor | None, problem: Prob
 
 
 def conclude(sheet: Sheet, seen: Seen, comparisons: Mapping[str, Comparison], explained: Explanation | None) -> None:
-    """Findings about forward mode, and what I14 says in those about the backward; `explained` is a name found for the latter."""
+    """Findings about forward mode, and what I14 says in those about the backward, for which `explained` is a name."""
     gradients = [c.name for c in comparisons.values() if c.bad and c.name.startswith("d")]
     reading = _reading(seen, gradients, "o" in comparisons and comparisons["o"].bad)
     for finding in sheet.findings:
@@ -177,7 +180,7 @@ def _candidates(sheet: Sheet, seen: Seen) -> tuple[list[Explanation], Seen]:
 
 
 def common_tangent(sheet: Sheet) -> None:
-    """Tangents of k with a large common part, which changes no weight (I15): a kernel that rounds it with the rest is coarse."""
+    """Tangents of k with a large common part, which moves no weight (I15): a kernel that rounds it with the rest is coarse."""
     started, problem = time.perf_counter(), sheet.problem
     tk = draw(problem.call, problem.seed)["k"]
     generator = torch.Generator().manual_seed(problem.seed)

@@ -223,9 +223,7 @@ def precision_finding(problem: Problem, comparisons: Mapping[str, Comparison], p
     identifier = "precision-scores" if low and forward_too and not confirmed else "precision-accumulation"
     shown = confirmed or low
     names = ", ".join(c.name for c in shown)
-    lines = [
-        f"{c.name}: {c.versus_flash:.2f} x the error of a flash kernel, worst cell {c.rho_a:.2f} x plain PyTorch" for c in shown
-    ]
+    lines = [_coarseness(c) for c in shown]
     if exact is not None:
         lines.append(f"exact-arithmetic probe: {exact.detail}")
     defect = BY_ID[identifier]
@@ -243,6 +241,10 @@ def precision_finding(problem: Problem, comparisons: Mapping[str, Comparison], p
     )  # fmt: skip
 
 
+def _coarseness(c: Comparison) -> str:
+    return f"{c.name}: {c.versus_flash:.2f} x the error of a flash kernel, worst cell {c.rho_a:.2f} x plain PyTorch"
+
+
 def coarse_tangents(problem: Problem, tangents: Mapping[str, Comparison]) -> Finding | None:
     """Tangents below yardstick A and above yardstick B."""
     low = [c for c in tangents.values() if not c.bad and not c.rho_b <= precision_limit(problem, c.name)]
@@ -250,9 +252,7 @@ def coarse_tangents(problem: Problem, tangents: Mapping[str, Comparison]) -> Fin
         return None
     worst = max(low, key=lambda c: c.versus_flash)
     title = f"forward mode: {', '.join(c.name for c in low)} right, with less precision than the algorithm allows"
-    lines = [
-        f"{c.name}: {c.versus_flash:.2f} x the error of a flash kernel, worst cell {c.rho_a:.2f} x plain PyTorch" for c in low
-    ]
+    lines = [_coarseness(c) for c in low]
     check = (
         "Run with --level full: it tells whether what the tangents of a row's scores have in common is rounded with the rest."
     )

@@ -1,9 +1,9 @@
 """Tangents of a subject's outputs: by the jvp it gives, or by forward mode of its own call, where it has one.
 
 A jvp is called as jvp(q, k, v, tq, tk, tv, **extras), by keyword where it names them so, with tangents of learned terms
-(`tbias`, `tsink`, ...) where it takes them. It returns (o, to), ((o, lse), (to, tlse)) or a dict of these names. A differentiable
-call needs nothing: dual numbers (`torch.autograd.forward_ad`) go through it, whether torch knows the derivative of each of its
-operations or an `autograd.Function` of its own has a `jvp`.
+(`tbias`, `tsink`, ...) where it takes them. It returns (o, to), ((o, lse), (to, tlse)) or a dict of these names. A
+differentiable call needs nothing: dual numbers (`torch.autograd.forward_ad`) go through it, whether torch knows the derivative
+of each of its operations or an `autograd.Function` of its own has a `jvp`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ WORDS = {f"t{name}": (f"t{name}", f"t_{name}", f"{name}_t", f"{name}_tangent") f
 
 def told(subject: Subject, tangents: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tangents that the subject can be told about, by name of the input."""
-    if subject.jvp is None:
-        return {
-            n: t for n, t in tangents.items() if n in QKV or (subject.takes(n) and (not subject.params or n in subject.params))
-        }
-    accepted = parameters_of(subject.jvp)
-    return {n: t for n, t in tangents.items() if n in QKV or accepted is None or f"t{n}" in accepted}
+    accepted = None if subject.jvp is None else parameters_of(subject.jvp)
+
+    def takes(term: str) -> bool:
+        if subject.jvp is None:
+            return subject.takes(term) and (not subject.params or term in subject.params)
+        return accepted is None or f"t{term}" in accepted
+
+    return {name: t for name, t in tangents.items() if name in QKV or takes(name)}
 
 
 def run(subject: Subject, call: Call, tangents: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """`to`, where the subject has it `tlse`, and what else a jvp of its own returns, canonical layout; None: no forward mode."""
+    """`to`, `tlse` where the subject has it, the output of a jvp of its own, canonical layout; None: no forward mode."""
     layout = subject._layout(call)
     given = {n: layout.give(t) if "batch" in AXES[n] else t.clone() for n, t in tangents.items()}
     if subject.jvp is not None:
@@ -102,4 +104,4 @@ def _named(out: Any) -> dict[str, Any]:
     if not all(isinstance(first.get(n), Tensor) for n in ("o", "to")):
         held = f"{type(out).__name__} of {len(out)}" if isinstance(out, tuple | list | Mapping) else type(out).__name__
         raise CouldNotRun(f"the jvp returned a {held}; expected (o, to), ((o, lse), (to, tlse)) or a dict with o and to")
-    return {("o (jvp)" if n == "o" else n): x for n, x in first.items()}
+    return {(OUTPUT if n == "o" else n): x for n, x in first.items()}

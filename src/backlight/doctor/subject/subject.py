@@ -67,8 +67,7 @@ class Observed:
 class Subject:
     """forward(q, k, v, **extras) -> o | (o, lse) | dict; backward(do, q, k, v, o, lse, **extras) -> tuple | dict, or None.
 
-    jvp(q, k, v, tq, tk, tv, **extras) -> (o, to) | ((o, lse), (to, tlse)) | dict, or None: then forward mode of a differentiable
-    forward is tried.
+    jvp(q, k, v, tq, tk, tv, **extras) -> (o, to) | ((o, lse), (to, tlse)) | dict, or None: forward mode of forward is tried.
     layout: "BHSD", "BSHD", "packed" or "auto" (matched on o). lse: "auto" fits lse_kernel = a * lse + b, or a pair (a, b).
     config: keyword -> values the tile-size probe may try. params: learned terms whose gradients count; () = all accepted.
     """
@@ -90,9 +89,8 @@ class Subject:
             return subject
         if isinstance(subject, tuple) and len(subject) == 2 and all(map(callable, subject)):
             return Subject(*subject)
-        if isinstance(subject, tuple) and len(subject) == 3 and callable(subject[0]) and callable(subject[2]):
-            if subject[1] is None or callable(subject[1]):
-                return Subject(*subject[:2], jvp=subject[2])
+        if isinstance(subject, tuple) and len(subject) == 3 and all(callable(f) or f is None for f in subject) and subject[0]:
+            return Subject(*subject[:2], jvp=subject[2])
         wanted = "subject must be a callable, a module, a (forward, backward) pair or a Subject"
         if isinstance(subject, type):
             raise TypeError(f"{wanted}, got the class {subject.__qualname__}: make an object of it, or name its method")
