@@ -48,7 +48,8 @@ def diagnose(
     """Examine an attention kernel and say what is wrong with it.
 
     subject:  a differentiable callable f(q, k, v, **extras) -> o | (o, lse), an nn.Module, a (forward, backward) pair of raw
-              functions, or a `Subject`.
+              functions, or a `Subject`. Its tangents are examined too where it has a jvp: forward mode of a callable, the third
+              of (forward, backward, jvp), or `Subject.jvp`.
     spec:     what it is supposed to compute.
     q, k, v:  canonical [B,Hq,Sq,D], [B,Hkv,Sk,D], [B,Hkv,Sk,Dv] tensors (packed: B = 1 with cu_seqlens). When absent they are
               drawn from `shape` (B, Hq, Sq, D), `kv_heads`, `sk`, `dv`, `dtype`, `recipe` and `seed`, on `device`.

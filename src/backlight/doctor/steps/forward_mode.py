@@ -18,6 +18,7 @@ from backlight.doctor.report.model import FORWARD_MODE, Finding, Probe, StageRow
 from backlight.doctor.steps import convention, verdict
 from backlight.doctor.steps.compare import TRUTH_OF, Comparison, compare
 from backlight.doctor.steps.duality import LAW, duality
+from backlight.doctor.steps.environment import tangents_checked
 from backlight.doctor.steps.explain import FITS, Explanation, evaluation, explain, observed
 from backlight.doctor.steps.invariants import Identity
 from backlight.doctor.steps.sheet import Sheet
@@ -84,6 +85,8 @@ def _run(sheet: Sheet, problem: Problem, outputs: Observed, values: Mapping[str,
         return None
     if found is None:
         return None
+    if not tangents_checked():
+        raise CouldNotRun("the oracle's tangents failed their self-check; nothing it says of forward mode can be trusted")
     if "tlse" in found:
         found["tlse"] = _natural(found["tlse"], outputs.values.get("lse"), values.get("lse"), problem)
     return Seen(Along.direction(problem, tangents), found, {})

@@ -8,6 +8,7 @@ of each of its operations or an `autograd.Function` of its own has a `jvp`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from torch.autograd import forward_ad
 
 from backlight.call import Call
 from backlight.doctor.subject.layouts import Layout
-from backlight.doctor.subject.subject import QKV, Subject, parameters_of
+from backlight.doctor.subject.subject import QKV, Subject, parameters_of, wait
 from backlight.doctor.subject.trouble import CouldNotRun, subject_code
 from backlight.problems.axes import AXES
 
@@ -60,16 +61,23 @@ def run(subject: Subject, call: Call, tangents: Mapping[str, Tensor]) -> dict[st
 def _by_dual_numbers(subject: Subject, call: Call, layout: Layout, tangents: Mapping[str, Tensor]) -> dict[str, Any]:
     inputs = subject._inputs(call, layout)
     with forward_ad.dual_level():
-        dual = {n: forward_ad.make_dual(x, tangents[n]) if n in tangents else x for n, x in inputs.items()}
+        moving = {n: dual(x, tangents[n]) if n in tangents else x for n, x in inputs.items()}
         try:
-            out = subject._forward({n: dual[n] for n in QKV}, subject._extras(call, dual, layout))
+            out = subject._forward({n: moving[n] for n in QKV}, subject._extras(call, moving, layout))
         except CouldNotRun as error:
             # what torch raises for an operation, or an autograd.Function, without a derivative in forward mode
             if isinstance(error.__cause__, NotImplementedError):
                 return {}
             raise
-        moved = {n: out[n] for n in ("o", "lse") if isinstance(out.get(n), Tensor)}
-        return {f"t{n}": forward_ad.unpack_dual(x).tangent for n, x in moved.items()}
+        found = {n: out[n] for n in ("o", "lse") if isinstance(out.get(n), Tensor)}
+        return {f"t{n}": forward_ad.unpack_dual(x).tangent for n, x in found.items()}
+
+
+def dual(x: Tensor, tangent: Tensor) -> Tensor:
+    """A dual number; what torch says about its own loading for the first of them is not the reader's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return forward_ad.make_dual(x, tangent)
 
 
 def _by_jvp(
@@ -80,6 +88,7 @@ def _by_jvp(
     extras = reads._extras(call, inputs, layout) | {f"t{n}": t for n, t in tangents.items() if n not in QKV}
     with subject_code(reads.file):
         out = _invoke(jvp, [inputs[n] for n in QKV], [tangents[n] for n in QKV], extras | dict(subject.fixed))
+        wait(inputs["q"])
     return _named(out)
 
 

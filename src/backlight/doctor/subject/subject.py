@@ -201,7 +201,7 @@ class Subject:
     def _forward(self, tensors: dict[str, Tensor], extras: dict[str, Any]) -> dict[str, Any]:
         with subject_code(self.file):
             out = _as_dict(_invoke(self.forward, tensors, extras | dict(self.fixed)), ("o", "lse"))
-            _wait(tensors["q"])
+            wait(tensors["q"])
         o, device = out.get("o"), tensors["q"].device
         if not isinstance(o, Tensor):
             held = f"a {type(o).__name__} for o" if "o" in out else f"no o but {', '.join(map(repr, out)) or 'nothing'}"
@@ -233,14 +233,14 @@ class Subject:
                 return {}
             with subject_code(self.file):
                 found = torch.autograd.grad(outputs, [inputs[n] for n in counted], grads, allow_unused=True)
-                _wait(do)
+                wait(do)
             named: dict[str, Any] = {f"d{n}": g for n, g in zip(counted, found, strict=True)}
         else:
             told = {"do": do, "dy": do, "o": out["o"], "y": out["o"], "lse": out.get("lse"), "dlse": dlse}
             told = {n: x for n, x in told.items() if x is not None} | {n: inputs[n] for n in QKV}
             with subject_code(self.file):
                 named = _as_dict(_invoke_backward(self.backward, told, extras), tuple(f"d{n}" for n in counted))
-                _wait(do)
+                wait(do)
         shaped = dict.fromkeys(ROW_GRADIENTS, layout.take_rows) | dict.fromkeys(KEY_GRADIENTS, layout.take_keys)
         return {n: shaped[n](g, n) if n in shaped and g is not None else g for n, g in named.items()}
 
@@ -345,7 +345,7 @@ def _as_dict(out: Any, names: tuple[str, ...]) -> dict[str, Any]:
     raise CouldNotRun(f"the subject returned {type(out).__name__}; expected a tensor, a tuple or a dict of tensors")
 
 
-def _wait(x: Tensor) -> None:
+def wait(x: Tensor) -> None:
     """Kernels on a GPU fail some time after their launch; waiting here ties the failure to the subject."""
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
