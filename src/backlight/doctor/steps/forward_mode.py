@@ -62,15 +62,15 @@ def look(sheet: Sheet, outputs: Observed, values: Mapping[str, Tensor]) -> Seen 
             row.status = "suspect" if row.status == "culprit" else row.status
     seen.law = duality(seen.problem, {**values, **seen.values})
     sheet.rows += seen.rows
-    sheet.notes.append(f"tangents by {_way(sheet.subject)}")
+    sheet.tangents = _way(sheet.subject)
     return seen
 
 
 def _way(subject: Subject) -> str:
     if subject.jvp is None:
-        return "forward mode of the call (dual numbers)"
+        return "dual numbers through the call"
     jvp = Subject(subject.jvp)
-    return f"the jvp {jvp.name} ({jvp.location})"
+    return f"{jvp.name} ({jvp.location})"
 
 
 def _run(sheet: Sheet, problem: Problem, outputs: Observed, values: Mapping[str, Tensor]) -> Seen | None:

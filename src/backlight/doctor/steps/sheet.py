@@ -32,6 +32,7 @@ class Sheet:
     def __init__(self, subject: Subject, problem: Problem, level: str):
         self.subject, self.problem, self.level = subject, problem, level
         self.notes: list[str] = []
+        self.tangents = ""
         self.probes: list[Probe] = []
         self.rows: list[StageRow] = []
         self.findings: list[Finding] = []
@@ -105,6 +106,9 @@ class Sheet:
         if untold:
             words = ", ".join(untold)
             self.notes.append(f"the subject has no parameter for {words}: assumed to be built in")
+        recipe = describe_problem(self.problem, self.level) | {"notes": self.notes, "layout": self.subject.layout}
+        if self.tangents:
+            recipe["tangents"] = self.tangents
         order = {name: i for i, name in enumerate(verdict.ORDER)}
         rows = sorted([*self.rows, *self.extra_rows], key=lambda r: order.get(r.name, 99))
         return Report(
@@ -118,7 +122,7 @@ class Sheet:
             expected_zeros=expected_zeros(call),
             pictures=self.pictures,
             environment=environment(call.q.device),
-            recipe=describe_problem(self.problem, self.level) | {"notes": self.notes, "layout": self.subject.layout},
+            recipe=recipe,
             spec={f: getattr(call.spec, f) for f in call.spec.__dataclass_fields__},
             self_check=health,
             seconds=seconds,
