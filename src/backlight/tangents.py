@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 from backlight import second_operators
 from backlight.api import Options, check_backend
 from backlight.arguments import check_device, check_flag, check_tensor
-from backlight.binding import batched, bind, tensors_given
+from backlight.binding import batched, bind, flattened, tensors_given
 from backlight.contexts import innermost
 from backlight.derivatives import NO_TANGENT_SHARDED
 from backlight.spec import LEARNED, SEQUENCE_OF
@@ -23,6 +23,7 @@ class JvpOptions(Options, total=False):
     tsink: Tensor | None
     ttau: Tensor | None
     tgate: Tensor | None
+    tpair_bias: Tensor | None
 
 
 def attention_jvp(
@@ -44,7 +45,7 @@ def attention_jvp(
     Args:
         q, k, v: as in `attention`.
         tq, tk, tv: tangents of q, k and v: shape, dtype and device of theirs; None is zero and costs nothing.
-        tbias, tsink, ttau, tgate: tangents of the terms of that name.
+        tbias, tsink, ttau, tgate, tpair_bias: tangents of the terms of that name.
         return_lse: also return the log-sum-exp and its tangent. The other keywords are those of `attention`.
 
     Returns:
@@ -86,9 +87,15 @@ def _attend(
     packed = borders is not None
     cu_seqlens_q, cu_seqlens_k = borders or (None, None)
     given = tensors_given(*inputs, cu_seqlens_q, cu_seqlens_k, options)
+    grid: tuple[int, ...] = ()
+    if not packed and isinstance(given[0], Tensor) and given[0].dim() == 5:
+        flat, grid = flattened(given)
+        for name, x, t in zip(LEARNED, given[: len(LEARNED)], tangents, strict=True):
+            _check(name, x, t)
+        pairs = zip(flat[: len(LEARNED)], tangents, strict=True)
+        given, tangents = flat, tuple(None if t is None else t.reshape(x.shape) for x, t in pairs)
     call = bind(given, options, packed)
-    primals = given[: len(LEARNED)]
-    for name, x, t in zip(LEARNED, primals, tangents, strict=True):
+    for name, x, t in zip(LEARNED, given[: len(LEARNED)], tangents, strict=True):
         _check(name, x, t)
     laid = [batched(t) if packed and name in SEQUENCE_OF else t for name, t in zip(LEARNED, tangents, strict=True)]
     # autocast has cast the primals
@@ -97,6 +104,8 @@ def _attend(
     if packed:
         y, ty = (x[0].transpose(0, 1) for x in (y, ty))
         lse, tlse = lse[0], tlse[0]
+    if grid:
+        y, lse, ty, tlse = (x.unflatten(0, grid) for x in (y, lse, ty, tlse))
     return ((y, lse), (ty, tlse)) if return_lse else (y, ty)
 
 

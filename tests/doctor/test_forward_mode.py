@@ -27,7 +27,8 @@ from backlight.problems.along import Along, draw
 from backlight.spec import AttentionSpec
 
 CAUSAL = AttentionSpec(causal=True)
-EVERYTHING = AttentionSpec(causal=True, bias=True, tau=True, sink=True, gate=True)
+EVERYTHING = AttentionSpec(causal=True, bias=True, sink=True, gate=True, tau=True)
+WITH_PAIRS = EVERYTHING.replace(tau=False, pair_bias=True)
 SMALL = (1, 2, 40, 16)
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -83,17 +84,18 @@ def test_kernels_by_name(name: str) -> None:
     assert tangents_of(report) == (["to"] if name in names.NAMED else ["tlse", "to"])
 
 
-def test_a_jvp_of_its_own_is_called_with_every_tangent_it_takes() -> None:
+@pytest.mark.parametrize("spec", [EVERYTHING, WITH_PAIRS], ids=["tau", "pair bias"])
+def test_a_jvp_of_its_own_is_called_with_every_tangent_it_takes(spec: AttentionSpec) -> None:
     given: dict[str, Any] = {}
 
     def jvp(*tensors: Tensor, **options: Any) -> Any:
         given.update(options)
         return backlight.attention_jvp(*tensors, return_lse=True, backend="tiled", **options)
 
-    report = doctor.diagnose((ours, None, jvp), EVERYTHING, shape=SMALL)
+    report = doctor.diagnose((ours, None, jvp), spec, shape=SMALL)
     assert not complaint(report)
     assert tangents_of(report) == ["o (jvp)", "tlse", "to"]
-    assert {"tbias", "tsink", "ttau", "tgate"} <= given.keys()
+    assert {f"t{name}" for name in spec.terms} <= given.keys()
     assert "test_forward_mode.py" in report.recipe["tangents"]
 
 
@@ -260,7 +262,7 @@ def test_every_face_of_a_report_shows_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32, FP64], ids=str)
-@pytest.mark.parametrize("spec", [CAUSAL, EVERYTHING], ids=["causal", "everything"])
+@pytest.mark.parametrize("spec", [CAUSAL, EVERYTHING, WITH_PAIRS], ids=["causal", "tau", "pair bias"])
 def test_the_identity_holds_for_the_oracle_and_for_nothing_else(spec: AttentionSpec, dtype: torch.dtype) -> None:
     problem = inputs.make(spec, (2, 4, 40, 16), kv_heads=2, dtype=dtype)
     along = Along.direction(problem, draw(problem.call, 0))

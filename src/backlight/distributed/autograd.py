@@ -38,6 +38,7 @@ class Options:
     counting: the tensors without a gradient, masks and borders.
     number: which of its context's calls it is, counted alike on every rank.
     compared: ranks make sure that they are in the same backward before they send anything.
+    pair_heads: heads of the pair bias as it was given, 0 without one: of a rank's own it cannot be told whether all share it.
     """
 
     spec: AttentionSpec
@@ -46,15 +47,21 @@ class Options:
     sum_learned: bool
     number: int = 0
     compared: bool = True
+    pair_heads: int = 0
 
     def call(self, tensors: tuple[Tensor | None, ...]) -> Call:
         return call_with(self.spec, (*tensors, *self.counting), self.deterministic)
 
 
+def options_of(call: Call, sum_learned: bool, **rest: Any) -> Options:
+    pair_heads = 0 if call.pair_bias is None else call.pair_bias.shape[1]
+    return Options(call.spec, counting_tensors(call), call.deterministic, sum_learned, pair_heads=pair_heads, **rest)
+
+
 def run(strategy: Strategy, call: Call, sum_learned: bool, number: int = 0, compared: bool = True) -> tuple[Tensor, Tensor]:
     """(y, lse) of this rank's rows, differentiable."""
     refuse_tangents(learned_tensors(call))
-    options = Options(call.spec, counting_tensors(call), call.deterministic, sum_learned, number=number, compared=compared)
+    options = options_of(call, sum_learned, number=number, compared=compared)
     return _ContextAttention.apply(strategy, options, *learned_tensors(call))
 
 
@@ -74,6 +81,8 @@ def backward(
         # rows of another rank have a gradient for lse, and all-to-all sends them to this rank
         dlse = torch.zeros(dy.shape[:-1], dtype=lse.dtype, device=lse.device)
     found = strategy.backward(options.call(tuple(tensors)), y, lse, u, dy, dlse, needs)
+    if "dpair_bias" in found and found["dpair_bias"].shape[1] != options.pair_heads:
+        found["dpair_bias"] = found["dpair_bias"].sum(dim=1, keepdim=True)
     learned = [name for name in SHARED if name in needs]
     if learned and options.sum_learned and strategy.communicator.world > 1:
         flat = torch.cat([found[name].reshape(-1) for name in learned])

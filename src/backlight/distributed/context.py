@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from backlight import registry
 from backlight.arguments import check_choice, check_flag, check_number, shown
-from backlight.call import Call
+from backlight.call import Call, check_pair_sizes
 from backlight.contexts import entered
 from backlight.distributed import rule
 from backlight.distributed.autograd import Strategy, run
@@ -99,6 +99,8 @@ class ContextParallel(Sequences):
         agreed = agree(self.communicator, mine, call, self.layout)
         self._count(agreed)
         sq, sk = agreed.sq, agreed.sk
+        if call.pair_bias is not None:
+            check_pair_sizes(call.pair_bias, (*call.q.shape[:2], sq, sk))
         n_bias = 0 if call.bias is None else call.bias.shape[1]
         shards = Shards(call.spec, self.layout, self.world, sq, sk, borders(call), n_bias)
         shape = rule.Shape(
@@ -148,7 +150,8 @@ def context_parallel(
 ) -> Iterator[ContextParallel]:
     """Attention calls inside take q, k, v (and gate) as this rank's shard of the sequence and see the keys of all ranks.
 
-    A mask is sharded too (`ContextParallel.shard_mask`); its intervals count rows of the whole sequence.
+    A mask is sharded too (`ContextParallel.shard_mask`); its intervals count rows of the whole sequence. A pair_bias is given
+    whole on every rank, in the order of the whole sequence, and needs strategy "all_to_all".
 
     Args:
         mesh: a one-dimensional `DeviceMesh` (of a larger one, take a dimension: mesh["cp"]), or its process group.

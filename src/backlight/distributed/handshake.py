@@ -68,6 +68,10 @@ def _flag_words(number: int) -> str:
     return "given" if number else "not given"
 
 
+def _pair_size(place: int, call: Call, _: Settings) -> int:
+    return ABSENT if call.pair_bias is None else call.pair_bias.shape[place]
+
+
 def _sizes(rows: Tensor | None) -> int:
     """Batch, heads and ends of a mask, as one number."""
     return ABSENT if rows is None else (rows.shape[0] << 36) + (rows.shape[1] << 4) + rows.shape[2]
@@ -115,6 +119,10 @@ FIELDS = (
     Field("bias_origin", lambda c, s: c.spec.bias_origin),
     # of bias the length is compared
     *(Field(name, partial(_is_given, name), _flag_words) for name in TERM_NAMES if name != "bias"),
+    *(
+        Field(f"the {axis} of pair_bias", partial(_pair_size, place), _optional_words)
+        for place, axis in enumerate(("batch size", "heads", "rows", "keys"))
+    ),
     Field("the sizes of the mask", lambda c, s: _sizes(c.rows), _sizes_words),
     Field(
         "the batch size of the mask's pos", lambda c, s: _optional(None if c.pos is None else c.pos.shape[0]), _optional_words

@@ -76,6 +76,8 @@ def block_call(
         call.sink if spec.sink else None,
         call.tau if spec.tau else None,
         call.gate[:, :, rows] if gated and call.gate is not None else None,
+        # a ring takes no pair bias
+        None,
         *mask,
         cu_q,
         cu_k,

@@ -18,7 +18,7 @@ from backlight.binding import bind_batched
 from backlight.call import counting_tensors, learned_tensors
 from backlight.derivatives import differentiable_once, refuse_tangents
 from backlight.distributed import autograd
-from backlight.distributed.autograd import Options, Strategy
+from backlight.distributed.autograd import Options, Strategy, options_of
 from backlight.distributed.context import ContextParallel
 from backlight.distributed.layout import assemble
 from backlight.distributed.masking import KEYS_OF_ROWS, ROWS_OF_POS
@@ -79,10 +79,10 @@ class _SimulatedAttention(torch.autograd.Function):
                 x if x is None else context.shard(x, dim)
                 for x, dim in zip((rows, pos), (KEYS_OF_ROWS, ROWS_OF_POS), strict=True)
             ]
-            chosen, call, _ = context.prepare(partial(bind_batched, (*own, *mask, *borders), options), backend)
+            chosen, call, _ = context.prepare(partial(bind_batched, (*own, *mask, *borders), options, True), backend)
             with torch.no_grad():
                 y, lse, kept = chosen.forward(call)
-            fixed = Options(call.spec, counting_tensors(call), call.deterministic, sum_learned=True)
+            fixed = options_of(call, sum_learned=True)
             return chosen, fixed, kept, y, lse
 
         ctx.ranks = simulate(world, forward_of)

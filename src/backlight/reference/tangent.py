@@ -46,12 +46,14 @@ def tx(tqk, qtk, scale):
 
 
 @_stage("47")
-def ts(tx, capped, softcap, tbias, column, visible):
+def ts(tx, capped, softcap, tbias, column, tpair_bias, visible):
     """0, never -inf, where masked."""
     moved = tx if softcap is None else tx * (1 - (capped / softcap) ** 2)
     if tbias is not None:
         inside = (column >= 0) & (column < tbias.numel())
         moved = moved + torch.cat([tbias, tbias.new_zeros(1)])[torch.where(inside, column, tbias.numel())]
+    if tpair_bias is not None:
+        moved = moved + tpair_bias
     return moved.masked_fill(~visible, 0)
 
 

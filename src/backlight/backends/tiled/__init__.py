@@ -15,11 +15,13 @@ from backlight.config import Config
 class TiledBackend:
     name = "tiled"
     summary = "plain PyTorch, any device, fp16 to fp64, every variant, linear memory"
-    takes = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "rows", "pos", "packed", "part"})
-    # a part's tangent needs those of all other parts (eq. 54)
+    takes = frozenset(
+        {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed", "part"}
+    )
+    # a part's tangent needs those of all other parts (eq. 54); a new term has none until it is named here too
     derivatives = dict.fromkeys(
         ("tangent", "second"),
-        frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "rows", "pos", "packed"}),
+        frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed"}),
     )
 
     def available(self) -> tuple[str, ...]:

@@ -50,8 +50,12 @@ def setting(dtype: torch.dtype) -> bool | None:
 class TritonBackend:
     name = "triton"
     summary = "portable GPU kernels, fp16 bf16 fp32, every variant"
-    takes = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "rows", "pos", "packed", "part"})
-    derivatives = dict.fromkeys(("tangent",), takes - {"tau", "part"})
+    takes = frozenset(
+        {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed", "part"}
+    )
+    derivatives = dict.fromkeys(
+        ("tangent",), frozenset({"causal", "window", "softcap", "bias", "sink", "gate", "rows", "pos", "packed"})
+    )
 
     def available(self) -> tuple[str, ...]:
         if not installed():

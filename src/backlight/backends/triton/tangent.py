@@ -1,4 +1,4 @@
-"""Forward mode without tau: y, lse and their tangents in one sweep of at most six products a tile (eq. 47-52).
+"""Forward mode without tau and pair bias: y, lse and their tangents in one sweep of at most six products a tile (eq. 47-52).
 
 One program per BM rows of one query head. Registers: q and tq [BM, D], accumulators o and w [BM, Dv] in fp32, running max and
 sum, e and nu [BM], and the tiles s and ts. A tangent that is not given leaves no trace. Parity contract: tests/interpreted.

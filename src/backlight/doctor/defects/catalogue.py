@@ -12,7 +12,20 @@ from typing import Any
 
 import torch
 
-from backlight.doctor.defects import calls, heads, intervals, masks, packed, rows, scale, tails, tangents, terms, windows
+from backlight.doctor.defects import (
+    calls,
+    heads,
+    intervals,
+    masks,
+    packed,
+    pairs,
+    rows,
+    scale,
+    tails,
+    tangents,
+    terms,
+    windows,
+)
 from backlight.doctor.defects.defect import Defect
 from backlight.spec import AttentionSpec
 
@@ -28,6 +41,7 @@ DEFECTS: tuple[Defect, ...] = (
     *heads.DEFECTS,
     *rows.DEFECTS,
     *terms.DEFECTS,
+    *pairs.DEFECTS,
     *tangents.DEFECTS,
 )
 # forward mode has a search of its own: what it computes and what the two other directions do go wrong apart

@@ -29,8 +29,8 @@ def _scaled(power: int, detail: str) -> Mutant:
     return Mutant(tangent={"tx": lambda tqk, qtk, scale: scale**power * (tqk + qtk)}, detail=detail)
 
 
-def _as_if_uncapped(tx, capped, tbias, column, visible):
-    return TANGENT_STAGES["ts"].compute(tx, capped, None, tbias, column, visible)
+def _as_if_uncapped(tx, capped, tbias, column, tpair_bias, visible):
+    return TANGENT_STAGES["ts"].compute(tx, capped, None, tbias, column, tpair_bias, visible)
 
 
 _tangent = partial(Defect, family="tangents", demo=CAUSAL)

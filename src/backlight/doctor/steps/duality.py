@@ -16,7 +16,7 @@ from backlight.doctor.steps.compare import REORDERING, ROUNDING
 from backlight.doctor.steps.invariants import Identity
 from backlight.problems.along import Along
 from backlight.problems.axes import AXES
-from backlight.spec import Segment
+from backlight.spec import OF_PAIRS, Segment
 
 LAW = "<do, to> = <dq, tq> + <dk, tk> + <dv, tv> + ..."
 
@@ -83,9 +83,12 @@ def _as_coarse(sums: list[Tensor]) -> list[Tensor]:
 
 
 def _summed(problem: Along, name: str, x: Tensor) -> Tensor:
-    """A product of two tensors of the kind of `name`, summed per segment and KV head [Z, Hkv], or [1, Hkv] without a batch."""
+    """A product of two tensors of the kind of `name`, summed per segment and KV head [Z, Hkv], as far as they have those."""
     call, axes = problem.call, AXES[name]
     hkv = call.k.shape[1]
+    if name in OF_PAIRS:
+        # heads and batch entries may share it
+        return x.sum().reshape(1, 1)
     if "batch" not in axes:
         return x.reshape(hkv, -1).sum(1)[None]
 
