@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,7 +123,8 @@ def tangent(call: Call, tangents: Mapping[str, Tensor], how: Oracle | None = Non
 def moved(call: Call, tangents: Mapping[str, Tensor]) -> Call:
     """The tangents in the place of a call's own tensors."""
     given = {name: x for name in LEARNED if (x := getattr(call, name)) is not None}
-    return replace(call, **{name: tangents.get(name, torch.zeros_like(x)) for name, x in given.items()})
+    along: dict[str, Any] = {name: tangents[name] if name in tangents else torch.zeros_like(x) for name, x in given.items()}
+    return replace(call, **along)
 
 
 # --- yardsticks --------------------------------------------------------------------------------------------------------------
