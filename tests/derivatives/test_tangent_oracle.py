@@ -10,7 +10,22 @@ from torch.func import jvp
 from backlight.reference.tangent import tangent
 from cases import BY_NAME, FP64, SINGLES, TAU, TOGETHER, case_id, small
 
-CASES = (*SINGLES, *TOGETHER, *TAU, *(BY_NAME[name] for name in ("mask,pos,two runs,tau", "rows without keys,everything")))
+OTHERS = (
+    "mask,pos,two runs,tau",
+    "rows without keys,everything",
+    "pair",
+    "pair+causal",
+    "pair+softcap",
+    "pair+bias",
+    "pair+gqa",
+)
+CASES = (*SINGLES, *TOGETHER, *TAU, *(BY_NAME[name] for name in OTHERS))
+
+
+def test_a_term_without_a_tangent_is_not_taken_for_one_that_stands_still() -> None:
+    call = BY_NAME["causal"].make(FP64).call
+    with pytest.raises(NotImplementedError, match="the oracle has no tangent of slope"):
+        tangent(call, {"slope": call.q})
 
 
 @pytest.mark.parametrize("case", [small(case) for case in CASES], ids=case_id)

@@ -108,6 +108,9 @@ LIKE = {"ty": "y", "tlse": "lse"}
 
 def tangent(call: Call, tangents: Mapping[str, Tensor], how: Oracle | None = None, keep: Iterable[str] = TANGENTS) -> Trace:
     """ty and tlse along tangents by name of the input, any subset; `how` says with which stages and arithmetic."""
+    for name in tangents:
+        if not any(f"t{name}" in stage.reads for stage in TANGENT_STAGES.values()):
+            raise NotImplementedError(f"the oracle has no tangent of {name}: its mathematics belongs in reference/tangent.py")
     how = Oracle(FORWARD_MODE) if how is None else how
     names = [name for name in how.stages if name in FORWARD_MODE]
     found = {name: how._blank(LIKE.get(name, name), call) for name in keep}
