@@ -147,7 +147,7 @@ def is_masked(call: Call) -> bool:
     return call.spec.masked or call.rows is not None
 
 
-def heads_together(call: Call, config: ForwardConfig) -> int:
+def heads_together(call: Call, config: ForwardConfig | TangentConfig) -> int:
     """Query heads whose row blocks interleave under a mask: a divisor of all heads.
 
     Longest rows of several heads first: balanced to the end, and CTAs that run at one time read the same part of few K and V.
@@ -155,6 +155,40 @@ def heads_together(call: Call, config: ForwardConfig) -> int:
     total = call.q.shape[0] * call.q.shape[1]
     limit = config.together or (TOGETHER if is_masked(call) or call.varlen else 1)
     return max(n for n in range(1, min(limit, total) + 1) if total % n == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TangentConfig:
+    """`consumers` warpgroups of 64 rows, blocks of `block_n` keys; options of the same name are those of `ForwardConfig`.
+
+    ahead: s of a block is multiplied behind the outputs of the block before; otherwise after them.
+    """
+
+    block_n: int
+    consumers: int
+    stages: int = 2
+    pingpong: bool = False
+    ahead: bool = True
+    persistent: bool = True
+    together: int = 0
+    drawn: bool = True
+
+    def __post_init__(self) -> None:
+        if 2 * self.stages + self.pingpong * self.consumers > 8:
+            raise ValueError(f"{self} needs more than the 8 named barriers that are free")
+
+    @property
+    def block_m(self) -> int:
+        return 64 * self.consumers
+
+
+def tangent_config(call: Call) -> TangentConfig:
+    return resolve("hopper.tangent", lambda: tangent_heuristic(call))
+
+
+def tangent_heuristic(call: Call) -> TangentConfig:
+    width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
+    return TangentConfig(64, 3 if width <= 64 else 2)
 
 
 @dataclass(frozen=True, slots=True)
