@@ -23,7 +23,7 @@ from backlight.backends.hopper.forward.steps import (
     store_rows,
 )
 from backlight.backends.hopper.forward.tiles import END, place_of, view_of
-from backlight.backends.hopper.primitives import INF, WM, as_weights, mma_over_columns, pieces, rescaled
+from backlight.backends.hopper.primitives import INF, WM, as_weights, mma_over_columns, pieces, rematerialised, rescaled
 
 
 @arguments
@@ -71,6 +71,32 @@ def beside(sums, factor):
     """Sums, multiplied by a factor for each row."""
     factor = gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
     return sums * gl.expand_dims(factor, 1)
+
+
+@gluon.jit
+def rounded(x, dtype: gl.constexpr):
+    """x in 16 bits, two numbers by one instruction: where they are widened again, the compiler would take two slow ones."""
+    y = x
+    if dtype == gl.bfloat16:
+        y = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        y = x.to(dtype)
+    return y
+
+
+@gluon.jit
+def widened(x, dtype: gl.constexpr):
+    """fp32 of what `rounded` gives."""
+    y = x
+    if dtype == gl.bfloat16:
+        y = gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2
+        )
+    else:
+        y = x.to(gl.float32)
+    return y
 
 
 @gluon.constexpr_function
@@ -156,8 +182,8 @@ def weigh(p, view, s, ts_token, rows, o, w, block, count, FIRST: gl.constexpr):
                 nu = mean_of_first(p, p32, ts, nu, rows.row_max)
         g = p32 * (ts * p.scale.unit - gl.expand_dims(nu, 1))
         e = e + thread_sums(g, e)
-        g_cast = g.to(dtype)
-        e_cast = e_cast + thread_sums(g_cast.to(gl.float32), e_cast)
+        g_cast = rounded(g, dtype)
+        e_cast = e_cast + thread_sums(widened(g_cast, dtype), e_cast)
         moved = gl.convert_layout(g_cast, gl.DotOperandLayout(0, o.type.layout, 2), assert_trivial=True)
     return Rows(o, w, weights, moved, new_max, row_sum, e, e_cast, nu)
 
@@ -259,6 +285,9 @@ def consumer(p, W: gl.constexpr):
         rows = first_block(p, q, tq, view, count)
         count += 1
         for j in range(view.end - 1 - view.begin):
+            # in registers their places would be held over the loop
+            q = rematerialised(p.buffers.q.index(W), count)
+            tq = rematerialised(p.buffers.tq.index(W), count)
             rows = advance(p, q, tq, view, rows, count, view.end - 2 - j, W)
             count += 1
         finish(p, rows, count, turn, W)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from backlight.backends.hopper.arguments import Packing
+from backlight.backends.hopper.compat import LATE_ADDRESSES, OWN_REGISTERS
 from backlight.backends.hopper.config import heads_together, tangent_config
 from backlight.backends.hopper.forward.arguments import Terms
 from backlight.backends.hopper.forward.host import Schedule, scale_of
@@ -73,7 +74,8 @@ def tangent(
         ]
         constants = {"V": variant_of(launch, schedule, (tq is not None, tk is not None, tv is not None))}
         maxnreg = 168 if config.consumers == 2 else 128
-        return {"grid": (schedule.programs,), "args": args, "constants": constants, "num_warps": 4, "maxnreg": maxnreg}
+        options = {"num_warps": 4, "maxnreg": maxnreg, **LATE_ADDRESSES, **OWN_REGISTERS}
+        return {"grid": (schedule.programs,), "args": args, "constants": constants, **options}
 
     tensors = (call.q, call.k, call.v, tq, tk, tv, y, ty, lse, tlse, cu_q, cu_k, first_tiles, counter)
     launch.start(_tangent_kernel, tensors, describe)
