@@ -65,7 +65,7 @@ def test_some_tangents(given: str) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [TangentConfig(64, 3, pingpong=True), TangentConfig(128, 2, pingpong=True, ahead=False), TangentConfig(64, 2, stages=4)],
+    [TangentConfig(64, 3, pingpong=True), TangentConfig(128, 2, pingpong=True, ahead=0), TangentConfig(64, 2, stages=4, ahead=2)],
     ids=str,
 )
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (80, 30)}], ids=str)

@@ -161,14 +161,15 @@ def heads_together(call: Call, config: ForwardConfig | TangentConfig) -> int:
 class TangentConfig:
     """`consumers` warpgroups of 64 rows, blocks of `block_n` keys; options of the same name are those of `ForwardConfig`.
 
-    ahead: s of a block is multiplied behind the outputs of the block before; otherwise after them.
+    ahead: 1: s of a block is multiplied behind the outputs of the block before; 2: s and ts are multiplied in front of them,
+           which takes more registers; 0: both after them.
     """
 
     block_n: int
     consumers: int
     stages: int = 2
     pingpong: bool = False
-    ahead: bool = True
+    ahead: int = 1
     persistent: bool = True
     together: int = 0
     drawn: bool = True

@@ -29,7 +29,7 @@ class Variant(NamedTuple):
     MASKED: bool
     # options of TangentConfig
     PINGPONG: bool
-    AHEAD: bool
+    AHEAD: int
     # which tangents there are
     TQ: bool
     TK: bool

@@ -138,54 +138,61 @@ def mean_of_first(p, p32, ts, nu, row_max):
 
 
 @gluon.jit
-def weigh(p, view, s, ts_token, rows, o, w, block, count, FIRST: gl.constexpr):
-    """`Rows` after the softmax of a block whose ts is still in flight."""
-    MOVES: gl.constexpr = p.V.TQ or p.V.TK
-    dtype: gl.constexpr = p.q_desc.dtype
+def softmax(p, view, s, row_max, block, FIRST: gl.constexpr):
+    """(p, the new maximum, what came before is to be multiplied by) of a block."""
     if FIRST:
         if p.V.MASKED:
             s = hide(p, s, view.position, block, view.sk)
     elif p.V.HAS_LEFT or p.V.HAS_RIGHT:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
         if at_edge(view, block):
             s = hide(p, s, view.position, block, view.sk)
-    new_max = gl.maximum(rows.row_max, gl.max(s, 1))
+    new_max = gl.maximum(row_max, gl.max(s, 1))
     top = new_max * p.scale.unit_log2
     if p.V.MASKED:
         # a row that has not met a visible key yet
         top = gl.where(new_max == -INF, 0.0, top)
-    p32 = gl.exp2(s * p.scale.unit_log2 - gl.expand_dims(top, 1))
-    row_sum = rows.row_sum
+    rescale = gl.exp2(row_max * p.scale.unit_log2 - top)
+    return gl.exp2(s * p.scale.unit_log2 - gl.expand_dims(top, 1)), new_max, rescale
+
+
+@gluon.jit
+def gathered(p, view, p32, ts, rows, o, w, new_max, rescale, block, FIRST: gl.constexpr):
+    """`Rows` with p and ts of a block in their sums."""
+    dtype: gl.constexpr = p.q_desc.dtype
+    row_sum = beside(rows.row_sum, rescale) + thread_sums(p32, rows.row_sum)
+    weights = as_weights(p32, o, dtype)
+    nu = rows.nu
     e = rows.e
     e_cast = rows.e_cast
-    if not FIRST:
-        rescale = gl.exp2(rows.row_max * p.scale.unit_log2 - top)
-        o = rescaled(o, rescale)
-        w = rescaled(w, rescale)
-        row_sum = beside(row_sum, rescale)
-        if MOVES:
-            e = beside(e, rescale)
-            e_cast = beside(e_cast, rescale)
-    row_sum = row_sum + thread_sums(p32, row_sum)
-    nu = rows.nu
     moved = None
-    # ends the basic block: without it ptxas hoists the wgmma wait above the softmax
-    wait_full(p.v, count)
-    if MOVES:
-        ts, p32 = warpgroup_mma_wait(0, deps=[ts_token, p32])
-    release(p.k, ring_stage(p.k, count))
-    weights = as_weights(p32, o, dtype)
-    if MOVES:
+    if p.V.TQ or p.V.TK:
         if FIRST:
             nu = mean_of_first(p, p32, ts, nu, rows.row_max)
         elif p.V.HAS_RIGHT:  # noqa: SIM102
             if block >= view.plain_end - 1:
                 nu = mean_of_first(p, p32, ts, nu, rows.row_max)
         g = p32 * (ts * p.scale.unit - gl.expand_dims(nu, 1))
-        e = e + thread_sums(g, e)
+        e = beside(e, rescale) + thread_sums(g, e)
         g_cast = rounded(g, dtype)
-        e_cast = e_cast + thread_sums(widened(g_cast, dtype), e_cast)
+        e_cast = beside(e_cast, rescale) + thread_sums(widened(g_cast, dtype), e_cast)
         moved = gl.convert_layout(g_cast, gl.DotOperandLayout(0, o.type.layout, 2), assert_trivial=True)
     return Rows(o, w, weights, moved, new_max, row_sum, e, e_cast, nu)
+
+
+@gluon.jit
+def weigh(p, view, s, ts_token, rows, o, w, block, count, FIRST: gl.constexpr):
+    """`Rows` after the softmax of a block whose ts is still in flight."""
+    p32, new_max, rescale = softmax(p, view, s, rows.row_max, block, FIRST)
+    if not FIRST:
+        o = rescaled(o, rescale)
+        w = rescaled(w, rescale)
+    # ends the basic block: without it ptxas hoists the wgmma wait above the softmax
+    wait_full(p.v, count)
+    ts = p32
+    if p.V.TQ or p.V.TK:
+        ts, p32 = warpgroup_mma_wait(0, deps=[ts_token, p32])
+    release(p.k, ring_stage(p.k, count))
+    return gathered(p, view, p32, ts, rows, o, w, new_max, rescale, block, FIRST)
 
 
 @gluon.jit
@@ -215,7 +222,7 @@ def advance(p, q, tq, view, rows, count, block, W: gl.constexpr):
     if p.V.PINGPONG:
         wait_turn(p, W)
     o_token, w_token = start_outputs(p, rows, previous)
-    if p.V.AHEAD:
+    if p.V.AHEAD == 1:
         wait_full(p.k, count)
         s_token = start_scores(p, q, stage)
         o, w = warpgroup_mma_wait(PIECES, deps=[o_token, w_token])
@@ -229,6 +236,36 @@ def advance(p, q, tq, view, rows, count, block, W: gl.constexpr):
         hand_on_turn(p, W)
     s = warpgroup_mma_wait(PIECES * (p.V.TQ + p.V.TK), deps=[s_token])
     return weigh(p, view, s, ts_token, rows, o, w, block, count, False)
+
+
+@gluon.jit
+def advance_under_outputs(p, q, tq, view, rows, count, block, W: gl.constexpr):
+    """s and ts of this block, outputs of the block before, and under those all that depends on s and ts."""
+    PIECES: gl.constexpr = groups(p.V.D, p.V.BD)
+    OUTPUTS: gl.constexpr = 1 + p.V.TV + (p.V.TQ or p.V.TK)
+    stage = ring_stage(p.k, count)
+    previous = ring_stage(p.v, count - 1)
+    if p.V.PINGPONG:
+        wait_turn(p, W)
+    s_token = start_scores(p, q, stage)
+    ts_token = start_moves(p, q, tq, stage)
+    o_token, w_token = start_outputs(p, rows, previous)
+    if p.V.PINGPONG:
+        hand_on_turn(p, W)
+    s = warpgroup_mma_wait(PIECES * (p.V.TQ + p.V.TK) + OUTPUTS, deps=[s_token])
+    p32, new_max, rescale = softmax(p, view, s, rows.row_max, block, False)
+    ts = p32
+    if p.V.TQ or p.V.TK:
+        ts, p32 = warpgroup_mma_wait(OUTPUTS, deps=[ts_token, p32])
+    release(p.k, stage)
+    now = gathered(p, view, p32, ts, rows, rows.o, rows.w, new_max, rescale, block, False)
+    wait_full(p.v, count)
+    wait_full(p.k, count + 1, block > view.begin)
+    o, w = warpgroup_mma_wait(0, deps=[o_token, w_token])
+    release(p.v, previous)
+    o = rescaled(o, rescale)
+    w = rescaled(w, rescale)
+    return Rows(o, w, now.weights, now.moved, now.row_max, now.row_sum, now.e, now.e_cast, now.nu)
 
 
 @gluon.jit
@@ -284,11 +321,16 @@ def consumer(p, W: gl.constexpr):
             count = skip_blocks(p, view.tile_end - view.end, count, W)
         rows = first_block(p, q, tq, view, count)
         count += 1
+        if p.V.AHEAD == 2:
+            wait_full(p.k, count, view.end - view.begin > 1)
         for j in range(view.end - 1 - view.begin):
             # in registers their places would be held over the loop
             q = rematerialised(p.buffers.q.index(W), count)
             tq = rematerialised(p.buffers.tq.index(W), count)
-            rows = advance(p, q, tq, view, rows, count, view.end - 2 - j, W)
+            if p.V.AHEAD == 2:
+                rows = advance_under_outputs(p, q, tq, view, rows, count, view.end - 2 - j, W)
+            else:
+                rows = advance(p, q, tq, view, rows, count, view.end - 2 - j, W)
             count += 1
         finish(p, rows, count, turn, W)
         if p.V.HAS_LEFT:
