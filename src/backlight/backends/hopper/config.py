@@ -163,6 +163,7 @@ class TangentConfig:
 
     ahead: 1: s of a block is multiplied behind the outputs of the block before; 2: s and ts are multiplied in front of them,
            which takes more registers; 0: both after them.
+    lazy:  a row keeps its maximum until it is exceeded 2^8 times, so that sums are seldom rescaled (bf16: float16 has no room).
     """
 
     block_n: int
@@ -170,6 +171,7 @@ class TangentConfig:
     stages: int = 2
     pingpong: bool = False
     ahead: int = 1
+    lazy: bool = False
     persistent: bool = True
     together: int = 0
     drawn: bool = True
@@ -189,7 +191,7 @@ def tangent_config(call: Call) -> TangentConfig:
 
 def tangent_heuristic(call: Call) -> TangentConfig:
     width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
-    return TangentConfig(64, 3 if width <= 64 else 2)
+    return TangentConfig(128 if width <= 64 else 64, 2, pingpong=True)
 
 
 @dataclass(frozen=True, slots=True)

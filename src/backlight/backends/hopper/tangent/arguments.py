@@ -30,6 +30,7 @@ class Variant(NamedTuple):
     # options of TangentConfig
     PINGPONG: bool
     AHEAD: int
+    LAZY: bool
     # which tangents there are
     TQ: bool
     TK: bool

@@ -23,7 +23,7 @@ from backlight.backends.hopper.forward.steps import (
     store_rows,
 )
 from backlight.backends.hopper.forward.tiles import END, place_of, view_of
-from backlight.backends.hopper.primitives import INF, WM, as_weights, mma_over_columns, pieces, rematerialised, rescaled
+from backlight.backends.hopper.primitives import INF, WM, as_weights, mma_over_columns, per_thread, pieces, rematerialised, rescaled
 
 
 @arguments
@@ -147,12 +147,46 @@ def softmax(p, view, s, row_max, block, FIRST: gl.constexpr):
         if at_edge(view, block):
             s = hide(p, s, view.position, block, view.sk)
     new_max = gl.maximum(row_max, gl.max(s, 1))
+    if p.V.LAZY:
+        # exact with any maximum: a factor of 2^8 is no trouble to anything
+        new_max = gl.where((new_max - row_max) * p.scale.unit_log2 > 8.0, new_max, row_max)
     top = new_max * p.scale.unit_log2
     if p.V.MASKED:
         # a row that has not met a visible key yet
         top = gl.where(new_max == -INF, 0.0, top)
     rescale = gl.exp2(row_max * p.scale.unit_log2 - top)
     return gl.exp2(s * p.scale.unit_log2 - gl.expand_dims(top, 1)), new_max, rescale
+
+
+@gluon.constexpr_function
+def _unless_ones(n):
+    """Assembly that multiplies n numbers, which belong to two rows, unless the factors of all rows of the warp are 1."""
+    first, third = f"${2 * n}", f"${2 * n + 2}"
+    lines = [".reg .pred any, other;", f"setp.neu.f32 any, {first}, 0f3F800000;", f"setp.neu.f32 other, {third}, 0f3F800000;"]
+    lines += ["or.pred any, any, other;", "vote.sync.any.pred any, any, 0xffffffff;", "@!any bra DONE;"]
+    return " ".join(["{", *lines, *(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n)), "DONE:", "}"])
+
+
+@gluon.constexpr_function
+def _in_place(n):
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
+
+
+@gluon.jit
+def rescaled_where_needed(o, factor):
+    """`rescaled`; a warp whose factors are all 1 does nothing."""
+    N: gl.constexpr = min(32, per_thread(o.shape, o.type.layout))
+    factor = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout), assert_trivial=True), 1)
+    return gl.inline_asm_elementwise(_unless_ones(N), _in_place(N), [o, factor], dtype=gl.float32, is_pure=True, pack=N)
+
+
+@gluon.jit
+def multiplied(p, o, factor):
+    if p.V.LAZY:
+        o = rescaled_where_needed(o, factor)
+    else:
+        o = rescaled(o, factor)
+    return o
 
 
 @gluon.jit
@@ -184,8 +218,8 @@ def weigh(p, view, s, ts_token, rows, o, w, block, count, FIRST: gl.constexpr):
     """`Rows` after the softmax of a block whose ts is still in flight."""
     p32, new_max, rescale = softmax(p, view, s, rows.row_max, block, FIRST)
     if not FIRST:
-        o = rescaled(o, rescale)
-        w = rescaled(w, rescale)
+        o = multiplied(p, o, rescale)
+        w = multiplied(p, w, rescale)
     # ends the basic block: without it ptxas hoists the wgmma wait above the softmax
     wait_full(p.v, count)
     ts = p32
@@ -263,8 +297,8 @@ def advance_under_outputs(p, q, tq, view, rows, count, block, W: gl.constexpr):
     wait_full(p.k, count + 1, block > view.begin)
     o, w = warpgroup_mma_wait(0, deps=[o_token, w_token])
     release(p.v, previous)
-    o = rescaled(o, rescale)
-    w = rescaled(w, rescale)
+    o = multiplied(p, o, rescale)
+    w = multiplied(p, w, rescale)
     return Rows(o, w, now.weights, now.moved, now.row_max, now.row_sum, now.e, now.e_cast, now.nu)
 
 

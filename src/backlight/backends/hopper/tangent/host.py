@@ -32,6 +32,7 @@ def variant_of(launch: Launch, schedule: Schedule, given: tuple[bool, bool, bool
         MASKED=flags["HAS_LEFT"] or flags["HAS_RIGHT"] or not even,
         PINGPONG=config.pingpong,
         AHEAD=config.ahead,
+        LAZY=config.lazy and launch.call.q.dtype == torch.bfloat16,
         TQ=given[0],
         TK=given[1],
         TV=given[2],
