@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import emulator
+from modules import mutant
 
+from backlight.backends.hopper import BACKEND
 from backlight.backends.hopper.config import TangentConfig
-from backlight.backends.hopper.tangent import host
+from backlight.backends.hopper.tangent import consumer, host, kernel, producer
 from backlight.backends.tiled.tangent import tangent
 from backlight.call import Call
 from backlight.config import override
@@ -65,11 +68,52 @@ def test_some_tangents(given: str) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [TangentConfig(64, 3, pingpong=True), TangentConfig(128, 2, pingpong=True, ahead=0), TangentConfig(64, 2, stages=4, ahead=2)],
+    [
+        TangentConfig(64, 3, pingpong=True),
+        TangentConfig(128, 2, pingpong=True, ahead=0),
+        TangentConfig(64, 2, stages=4, ahead=2),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (80, 30)}], ids=str)
 def test_configs(options: dict[str, object], config: TangentConfig) -> None:
     call = Case("configs", b=1, hq=2, hkv=1, sq=330, sk=330, d=16, **options).make(FP16).call
     with override("hopper.tangent", config):
+        examine(call, tangents_of(call))
+
+
+def test_refusals() -> None:
+    def why_not(d: int, dv: int) -> tuple[str, ...]:
+        return BACKEND.why_not_differentiated("tangent", Case("widths", b=1, sq=8, sk=8, d=d, dv=dv).make(FP16).call)
+
+    assert why_not(64, 64) == why_not(96, 72) == ()
+    assert why_not(192, 128) == ("tangents with head dimension 192 above 128",)
+    assert why_not(64, 128) == ("tangents with head dimensions 64 and 128, whose tiles differ",)
+    assert BACKEND.derivatives["tangent"] < BACKEND.takes
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("    wait_full(p.v, count)\n    ts = p32\n", "    ts = p32\n"),
+        ("    release(p.v, previous)\n    ts_token", "    ts_token"),
+        ("o, w = warpgroup_mma_wait(PIECES, deps", "o, w = warpgroup_mma_wait(PIECES + 1, deps"),
+        ("mean, nu)", "mean + 1.0, nu)"),
+        ("rows.nu + row_totals", "row_totals"),
+        ("w * inverse - shift * y", "w * inverse"),
+        ("mbarrier.expect(full, desc.block_type.nbytes * 2", "mbarrier.expect(full, desc.block_type.nbytes * 3"),
+    ],
+    ids=["no wait for v", "v never released", "o read in flight", "nu moves", "tlse without nu", "not centred", "bytes"],
+)
+def test_a_broken_kernel_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    """All but one: any nu is right, as long as it is the same throughout."""
+    monkeypatch.setattr(emulator, "PATIENCE", 0.5)
+    call = Case("broken", b=1, hq=1, hkv=1, sq=200, sk=270, d=16, causal=True).make(FP16).call
+    (module,) = (module for module in (consumer, producer) if old in Path(module.__file__ or "").read_text())
+    name = module.__name__.rpartition(".")[2]
+    monkeypatch.setattr(kernel, name, getattr(mutant(tmp_path, module, old, new), name))
+    if "mean" in old:
+        examine(call, tangents_of(call))
+        return
+    with pytest.raises((AssertionError, RuntimeError)):
         examine(call, tangents_of(call))

@@ -47,8 +47,8 @@ class Variant(NamedTuple):
 class Buffers:
     """Shared memory of a CTA besides the rings of K and V, and its mbarriers.
 
-    q, tq: rows of each warpgroup; y and ty leave through them. tk, tv: tiles beside those of the rings, which they share a stage
-    with. tile: published tiles.
+    q, tq: rows of each warpgroup; y and ty leave through them. tk, tv: tiles beside those of the rings, in the same stages.
+    tile: published tiles.
     """
 
     q: gl.shared_memory_descriptor

@@ -23,7 +23,16 @@ from backlight.backends.hopper.forward.steps import (
     store_rows,
 )
 from backlight.backends.hopper.forward.tiles import END, place_of, view_of
-from backlight.backends.hopper.primitives import INF, WM, as_weights, mma_over_columns, per_thread, pieces, rematerialised, rescaled
+from backlight.backends.hopper.primitives import (
+    INF,
+    WM,
+    as_weights,
+    mma_over_columns,
+    per_thread,
+    pieces,
+    rematerialised,
+    rescaled,
+)
 
 
 @arguments
@@ -78,9 +87,7 @@ def rounded(x, dtype: gl.constexpr):
     """x in 16 bits, two numbers by one instruction: where they are widened again, the compiler would take two slow ones."""
     y = x
     if dtype == gl.bfloat16:
-        y = gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
-        )
+        y = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
     else:
         y = x.to(dtype)
     return y
