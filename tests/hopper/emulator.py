@@ -255,6 +255,7 @@ REPLACED = {
     "weights16": lambda weight, dtype: np.maximum(weight, 0).to(dtype),
     "survivors": lambda weight, bar, dtype: (weight > bar).to(dtype),
     "above": lambda x, limit: language.where(x > limit, 1.0, 0.0),
+    "rescaled_where_needed": lambda o, factor: o * np.expand_dims(factor, 1),
     "add_quads": add_to_global,
     "bar_sync": bar_sync,
     "end_block": lambda tile: tile,
