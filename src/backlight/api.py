@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from backlight import direct, documents, operators, registry
+from backlight import direct, operators, registry
 from backlight.arguments import shown
 from backlight.binding import Tensors, Window, bind, bind_like_before, flattened, mask_tensors, tensors_given
 from backlight.call import Call
@@ -218,7 +218,7 @@ def _attend(
     if context is not None or blocks:
         context = innermost(context)
     known = mask is not None and mask.borders is not None and context is None
-    if known and documents.against(mask, tensors, packed, backend) is None:
+    if known and _documents().against(mask, tensors, packed, backend) is None:
         return _attend_documents(mask, tensors, options, return_lse, backend)  # type: ignore[arg-type]
     # a context checks it itself, so that the other ranks hear of it
     if backend is not None and context is None:
@@ -238,17 +238,24 @@ def _attend(
     return (y, lse) if return_lse else y  # type: ignore[return-value]
 
 
+def _documents() -> Any:
+    """Loaded when somebody has such a mask."""
+    from backlight import documents
+
+    return documents
+
+
 def _attend_documents(
     mask: backlight.mask.Mask, tensors: Tensors, options: dict[str, Any], return_lse: bool, backend: str | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A call with documents of known lengths, as packed sequences."""
-    batch = tensors[0].shape[0]
+    documents, batch = _documents(), tensors[0].shape[0]
     tensors, options, packed = documents.as_packed(mask, tensors, options)
     found = _attend(tensors, options, packed, return_lse, backend, None, trusted=True)
     if return_lse:
         y, lse = found
         return documents.as_batched(y, batch, packed), documents.as_batched(lse, batch, packed)
-    return documents.as_batched(found, batch, packed)  # type: ignore[arg-type]
+    return documents.as_batched(found, batch, packed)
 
 
 def _attend_grid(
@@ -353,6 +360,7 @@ def _as_documents(
     """The call that runs, and a sentence about it where the mask knows the lengths of documents."""
     if mask is None or mask.borders is None:
         return call, None
+    documents = _documents()
     tensors, options, packed = bound.args
     reason = documents.against(mask, tensors, packed, backend)
     if reason is not None:
