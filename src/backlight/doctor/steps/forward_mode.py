@@ -16,7 +16,7 @@ from torch import Tensor
 from backlight.doctor.defects.catalogue import BY_ID, OF_TANGENTS
 from backlight.doctor.report.model import FORWARD_MODE, Finding, Probe, StageRow
 from backlight.doctor.steps import convention, verdict
-from backlight.doctor.steps.compare import TRUTH_OF, Comparison, compare
+from backlight.doctor.steps.compare import TRUTH_OF, WHOLE, Comparison, compare, ratio, units_of
 from backlight.doctor.steps.duality import LAW, duality
 from backlight.doctor.steps.environment import tangents_checked
 from backlight.doctor.steps.explain import FITS, Explanation, evaluation, explain, observed
@@ -190,11 +190,15 @@ def common_tangent(sheet: Sheet) -> None:
     shift = COMMON * torch.randn(tk.shape[-1], generator=generator).to(tk)
     tangents = {name: torch.zeros_like(getattr(problem.call, name)) for name in ("q", "v")} | {"k": tk + shift}
     found = forward_mode.run(sheet.subject, problem.call, tangents)
-    if found is None:
+    if found is None or not problem.sixteen_bit:
+        # sums of fp32 round the common part whatever they do
         return
-    c = compare("to", found["to"], Along.direction(problem, tangents))
-    words = f"to is off by {100 * c.relative:.2g} %, {c.versus_flash:.2g} x the error of a centred kernel"
-    probe = Probe("common tangent", c.versus_flash <= COARSE, words, time.perf_counter() - started)
+    along = Along.direction(problem, tangents)
+    units, relative = units_of("to", along, found["to"].dtype), compare("to", found["to"], along).relative
+    size = units.rms(units.magnitude, WHOLE)
+    centred = float(ratio(units.rms(units.flashlike, WHOLE) + units.rounding * size, size))
+    words = f"to is off by {100 * relative:.2g} %, a kernel that subtracts a mean first by {100 * centred:.2g} %"
+    probe = Probe("common tangent", relative <= COARSE * centred, words, time.perf_counter() - started)
     sheet.probes.append(probe)
     if not probe.passed and not any(finding.severity == "defect" for finding in sheet.findings):
         probe.data["finding"] = "tangent-uncentred"
