@@ -193,7 +193,8 @@ def tangent_config(call: Call) -> TangentConfig:
 
 def tangent_heuristic(call: Call) -> TangentConfig:
     width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
-    return TangentConfig(128 if width <= 64 else 64, 2, pingpong=True)
+    # both ends of a window need registers, and wide heads leave none
+    return TangentConfig(128 if width <= 64 and call.spec.left is None else 64, 2, pingpong=True)
 
 
 @dataclass(frozen=True, slots=True)
