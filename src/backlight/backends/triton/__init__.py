@@ -51,7 +51,7 @@ class TritonBackend:
     name = "triton"
     summary = "portable GPU kernels, fp16 bf16 fp32, every variant"
     takes = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "rows", "pos", "packed", "part"})
-    derivatives = dict.fromkeys(("tangent",), takes - {"tau", "part"})
+    derivatives = dict.fromkeys(("tangent", "second"), takes - {"tau", "part"})
 
     def available(self) -> tuple[str, ...]:
         if not installed():
@@ -102,6 +102,19 @@ class TritonBackend:
 
         with torch.no_grad():
             return tangent(call, tangents, known)
+
+    def second(
+        self,
+        call: Call,
+        tangents: dict[str, Tensor],
+        results: tuple[Any, ...],
+        incoming: tuple[Any, ...],
+        needs: frozenset[str],
+    ) -> dict[str, Tensor]:
+        from backlight.backends.triton.second import second
+
+        with torch.no_grad():
+            return second(call, tangents, results, incoming, needs)
 
     def replay(self, call: Call, tensors: tuple[Tensor | None, ...], choice: Any) -> Callable[..., Any] | None:
         """The program of a direction; borders of packed sequences are values, which a program does not check."""

@@ -151,6 +151,8 @@ def entry(table: Mapping[str, KernelConfig], kernel: str, call: Call) -> KernelC
 def heuristic(kernel: str, call: Call, device: Device) -> KernelConfig:
     """Tiles that fit into the device's shared memory."""
     width = width_of(call)
+    if kernel.startswith("second"):
+        return _second(kernel, width, call.q.dtype, device.shared)
     if call.q.dtype == torch.float32:
         return _unrolled(kernel, width, device.arch)
     return _wide(kernel, device.shared) if width > 128 else _usual(kernel, width, call, device.shared)
@@ -192,3 +194,10 @@ def _usual(kernel: str, width: int, call: Call, shared: int) -> KernelConfig:
     if shared >= MIDDLE:
         return KernelConfig(64, 64, 8 if heavy and (width > 64 or kernel == "dbias") else 4, 2)
     return KernelConfig(64, 64, 8, 1) if kernel == "dbias" and width > 64 else KernelConfig(64, 64, 4, 2)
+
+
+def _second(kernel: str, width: int, dtype: torch.dtype, shared: int) -> KernelConfig:
+    """Second derivatives keep four tiles of scores in registers and twice the tensors in shared memory."""
+    if dtype == torch.float32 or width > 128 or shared < MIDDLE:
+        return KernelConfig(32, 32, 8, 1)
+    return KernelConfig(64, 64, 8, 2, tma=True)
