@@ -47,16 +47,26 @@ def scores_and_cap(t, addend, geometry, V: tl.constexpr):
 
 
 @triton.jit
-def second_gradients(p, tx, ts, tanh, slope, b, c, mu, eta, delta, geometry, V: tl.constexpr, T: tl.constexpr):
-    """(ds, dtx, dx) of eq. 58. tx, ts: tangents of a score before the cap and behind it; b, c: the raw products with values."""
+def tangent_gradient(p, ta, tx, tanh, slope, b, eta, geometry, V: tl.constexpr, T: tl.constexpr):
+    """(dtx of eq. 58, its part in dx before the slope of the cap).
+
+    ta: tangents of weights; tx: of scores before the cap; b: the raw product of values and the gradient at the tangent of o.
+    """
     dr = b - eta
-    ds = p * ((c - delta) + (ts - mu) * dr)
+    part = ta * dr
     dtx = p * dr
-    dx = ds
     if V.SOFTCAP:
         if T.Q or T.K:
             # 2 / cap: constants last (softcap.py)
-            dx = ds - (tanh * ((1.0 / geometry.unit) * LOG2E * 2.0)) * (tx * dtx)
-        dx = dx * slope
+            part -= (tanh * ((1.0 / geometry.unit) * LOG2E * 2.0)) * (tx * dtx)
         dtx = dtx * slope
-    return ds, dtx, dx
+    return dtx, part
+
+
+@triton.jit
+def score_gradient(p, c, delta, part, slope, V: tl.constexpr):
+    """dx of eq. 58; without a softcap it is ds."""
+    dx = p * (c - delta) + part
+    if V.SOFTCAP:
+        dx = dx * slope
+    return dx

@@ -10,7 +10,7 @@ from backlight.backends.triton.band import bias_tile, head_table, table_entry
 from backlight.backends.triton.dbias import parts_of, reaching_bias, store_diagonals, sum_of
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import load_vector, row_state, stream_tile
-from backlight.backends.triton.moving import scores_and_cap, second_gradients
+from backlight.backends.triton.moving import scores_and_cap
 from backlight.backends.triton.primitives import Segment, nth_segment
 from backlight.backends.triton.second_rows import Prepared
 from backlight.backends.triton.visits import in_intervals, intervals_of
@@ -63,7 +63,7 @@ def _second_dbias_kernel(
                 eta = load_vector(sums.eta + offset, i0, segment.sq, 0.0, BM, V.VARLEN)[:, None]
                 delta = load_vector(sums.delta + offset, i0, segment.sq, 0.0, BM, V.VARLEN)[:, None]
                 t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
-                s, tanh, slope = scores_and_cap(t, bias + minus_lse2, geometry, V)
+                s, _, slope = scores_and_cap(t, bias + minus_lse2, geometry, V)
                 tx = tl.zeros([BM, BN], tl.float32)
                 if T.Q:
                     tq = stream_tile(tq_rows, 0, batch, h, q_start, i0, segment.sq, BM, V.D, V.BD, False)
@@ -71,10 +71,9 @@ def _second_dbias_kernel(
                 if T.K:
                     tk = stream_tile(tk_rows, 0, batch, g, k_start, j0, segment.sk, BN, V.D, V.BD, False)
                     tx = tl.dot(q, tl.trans(tk), tx, input_precision=V.PRECISION)
-                tx = tx * scale
-                ts = tx
+                ts = tx * scale
                 if V.SOFTCAP:
-                    ts = tx * slope
+                    ts = ts * slope
                 b = tl.zeros([BM, BN], tl.float32)
                 c = tl.zeros([BM, BN], tl.float32)
                 if T.DO:
@@ -94,8 +93,7 @@ def _second_dbias_kernel(
                     held = tl.maximum(tl.minimum(keys, segment.sk - 1), 0)
                     seen = in_intervals((i0 + row_lanes)[:, None], held, intervals, segment.sq, V, BN)
                     p = tl.where(seen, p, 0.0)
-                ds, _, _ = second_gradients(p, tx, ts + tbias, tanh, slope, b, c, mu, eta, delta, geometry, V, T)
-                total += ds
+                total += p * ((c - delta) + (ts + tbias - mu) * (b - eta))
     store_diagonals(partial_ptr, total, splits, BM, BN)
 
 

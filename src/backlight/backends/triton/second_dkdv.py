@@ -10,7 +10,7 @@ from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.config import key_kernels
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import at, load_tile, row_state, row_tile, store_tile, stream_tile
-from backlight.backends.triton.moving import scores_and_cap, second_gradients
+from backlight.backends.triton.moving import score_gradient, scores_and_cap, tangent_gradient
 from backlight.backends.triton.primitives import row_span, segment_of, tile_weights
 from backlight.backends.triton.second_rows import Prepared
 from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
@@ -86,23 +86,10 @@ def _second_dkdv_kernel(
                     ts = add_bias(
                         ts + tl.zeros([BN, BM], tl.float32), 1.0, own_ttable_ptr, entry, i0, span, geometry, V, BN, BM
                     )
-                # after the branches of the bias (dq.py)
-                b = 0.0
-                c = 0.0
                 if T.DTO:
                     dto = stream_tile(dto_rows, dto_desc, batch, h, segment.q_start, i0, sq, BM, V.DV, V.BDV, TMA)
                 if T.DO:
                     do = stream_tile(do_rows, do_desc, batch, h, segment.q_start, i0, sq, BM, V.DV, V.BDV, TMA)
-                if WANT_DK:
-                    if T.DTO:
-                        b = tl.dot(v, tl.trans(dto), input_precision=V.PRECISION)
-                    if T.DO:
-                        c = tl.dot(v, tl.trans(do), input_precision=V.PRECISION)
-                    if T.DTO and T.V:
-                        if T.DO:
-                            c = tl.dot(tv, tl.trans(dto), c, input_precision=V.PRECISION)
-                        else:
-                            c = tl.dot(tv, tl.trans(dto), input_precision=V.PRECISION)
                 # keys beyond the end are not stored, rows beyond theirs weigh nothing: neither needs a mask
                 if V.INTERVALS == 0:
                     if V.LEFT and V.RIGHT:
@@ -114,19 +101,32 @@ def _second_dkdv_kernel(
                 position = i0 + shift + row_lanes
                 p, _ = tile_weights(s, 0.0, 0.0, position, keys, at_edge, intervals, segment, packing, geometry, V, BN)
                 if MOVES:
-                    mu = row_tile(sums.mu + offset, i0, sq, 0.0, V, DIRECT, BN, BM)
+                    ta = p * (ts - row_tile(sums.mu + offset, i0, sq, 0.0, V, DIRECT, BN, BM))
                 if WANT_DV:
                     if T.DO:
                         dv = tl.dot(p.to(do.dtype), do, dv, input_precision=V.PRECISION)
                     if T.DTO:
-                        dv = tl.dot((p * (ts - mu)).to(dto.dtype), dto, dv, input_precision=V.PRECISION)
+                        dv = tl.dot(ta.to(dto.dtype), dto, dv, input_precision=V.PRECISION)
                 if WANT_DK:
+                    # one product at a time: two accumulators leave no room for both tiles
+                    b = 0.0
+                    if T.DTO:
+                        b = tl.dot(v, tl.trans(dto), input_precision=V.PRECISION)
                     eta = row_tile(sums.eta + offset, i0, sq, 0.0, V, DIRECT, BN, BM)
-                    delta = row_tile(sums.delta + offset, i0, sq, 0.0, V, DIRECT, BN, BM)
-                    _, dtx, dx = second_gradients(p, tx, ts, tanh, slope, b, c, mu, eta, delta, geometry, V, T)
-                    dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=V.PRECISION)
+                    dtx, part = tangent_gradient(p, ta, tx, tanh, slope, b, eta, geometry, V, T)
                     if T.Q:
                         dk = tl.dot(dtx.to(q.dtype), tq, dk, input_precision=V.PRECISION)
+                    c = 0.0
+                    if T.DO:
+                        c = tl.dot(v, tl.trans(do), input_precision=V.PRECISION)
+                    if T.DTO and T.V:
+                        if T.DO:
+                            c = tl.dot(tv, tl.trans(dto), c, input_precision=V.PRECISION)
+                        else:
+                            c = tl.dot(tv, tl.trans(dto), input_precision=V.PRECISION)
+                    delta = row_tile(sums.delta + offset, i0, sq, 0.0, V, DIRECT, BN, BM)
+                    dx = score_gradient(p, c, delta, part, slope, V)
+                    dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=V.PRECISION)
     if WANT_DK:
         store_tile(at(dk_rows, batch, g, first), dk_rows.row, n_keys, dk * scale, BN, V.D, V.BD)
     if WANT_DV:

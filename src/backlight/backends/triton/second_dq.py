@@ -8,7 +8,7 @@ from torch import Tensor
 from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import at, key_tile, load_vector, own_tile, row_state, store_tile
-from backlight.backends.triton.moving import scores_and_cap, second_gradients
+from backlight.backends.triton.moving import score_gradient, scores_and_cap, tangent_gradient
 from backlight.backends.triton.primitives import key_span, row_block, tile_weights
 from backlight.backends.triton.second_rows import Prepared
 from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
@@ -84,10 +84,11 @@ def _second_dq_kernel(
                 at_edge = (j0 < span.low) | (j0 > span.high)
             keys = j0 + key_lanes
             p, _ = tile_weights(s, 0.0, 0.0, block.position, keys, at_edge, intervals, block.segment, packing, geometry, V, BN)
-            _, dtx, dx = second_gradients(p, tx, ts, tanh, slope, b, c, mu, eta, delta, geometry, V, T)
-            dq = tl.dot(dx.to(k.dtype), k, dq, input_precision=V.PRECISION)
+            dtx, part = tangent_gradient(p, p * (ts - mu), tx, tanh, slope, b, eta, geometry, V, T)
             if T.K:
                 dq = tl.dot(dtx.to(k.dtype), tk, dq, input_precision=V.PRECISION)
+            dx = score_gradient(p, c, delta, part, slope, V)
+            dq = tl.dot(dx.to(k.dtype), k, dq, input_precision=V.PRECISION)
     store_tile(at(dq_rows, block.b, block.h, block.row), dq_rows.row, block.n_rows, dq * scale, BM, V.D, V.BD)
 
 

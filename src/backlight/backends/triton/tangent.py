@@ -19,6 +19,7 @@ from backlight.backends.triton.launch import Launch, compact, rows_of
 from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
 from backlight.backends.triton.primitives import LN2, LOG2E, key_span, logits_of, row_block, visible
 from backlight.backends.triton.table import table_of
+from backlight.backends.triton.tangent_known import _tangent_known_kernel
 from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
 from backlight.call import Call
 from backlight.config import resolve
@@ -160,38 +161,40 @@ def _tangent_kernel(
     store_tile(at(ty_rows, block.b, block.h, block.row), ty_rows.row, block.n_rows, ty, BM, V.DV, V.BDV)
 
 
-def config_of(call: Call) -> KernelConfig:
-    return resolve("triton.tangent", lambda: _chosen(call))
+def config_of(call: Call, known: bool = False) -> KernelConfig:
+    return resolve("triton.tangent_known" if known else "triton.tangent", lambda: _chosen(call, known))
 
 
-def _chosen(call: Call) -> KernelConfig:
-    """Two accumulators and two tiles of scores, four tensors of keys: tiles that neither spill nor exceed shared memory."""
+def _chosen(call: Call, known: bool) -> KernelConfig:
+    """Two accumulators, one where y is known, and two tiles of scores, four tensors of keys: tiles that neither spill nor exceed
+    shared memory."""
     device = device_of(call.q.device)
     if call.q.dtype == torch.float32 or width_of(call) > 128:
         return heuristic("dq", call, device)
     narrow = width_of(call) <= 64
     if device.shared >= LARGE:
-        return KernelConfig(128, 64 if narrow else 32, 8, 2, tma=True)
+        return KernelConfig(128, 64 if narrow or known else 32, 8, 2, tma=True)
     if device.shared >= MIDDLE:
         return KernelConfig(64, 64, 4, 2, tma=True) if narrow else KernelConfig(64, 32, 4, 1)
     return KernelConfig(64 if narrow else 32, 32, 4, 1)
 
 
 def tangent(call: Call, tangents: dict[str, Tensor], known: tuple[Any, ...] | None) -> tuple[Any, ...]:
-    """(y, lse, None, ty, tlse, None); what is known is returned as it came, and computed again beside its tangent."""
+    """(y, lse, None, ty, tlse, None); known: y, lse and u of the forward, of which y and lse are returned as they came."""
     launch = Launch(call)
-    y, ty = (launch.empty_rows(call.v.shape[-1], call.output_dtype) for _ in range(2))
-    lse, tlse = (torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device) for _ in range(2))
-    config = config_of(call)
+    ty = launch.empty_rows(call.v.shape[-1], call.output_dtype)
+    tlse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
+    y, lse = (torch.empty_like(ty), torch.empty_like(tlse)) if known is None else known[:2]
+    config = config_of(call, known is not None)
     grid = launch.row_grid(config.block_m)
     if grid[0] and grid[1]:
-        _start(launch, tangents, config, grid, (y, ty), (lse, tlse))
-    if known is not None:
-        y, lse, _ = known
+        kernel = _tangent_kernel if known is None else _tangent_known_kernel
+        _start(kernel, launch, tangents, config, grid, (launch.readable(y), ty), (compact(lse), tlse))
     return y, lse, None, ty, tlse, None
 
 
 def _start(
+    kernel: Any,
     launch: Launch,
     tangents: dict[str, Tensor],
     config: KernelConfig,
@@ -212,7 +215,7 @@ def _start(
     given = Given(*(name in tangents for name in ("q", "k", "v", "bias", "sink", "gate")), SCORES=moves)
     tma, descriptors = launch.descriptors(config, config.block_n, launch.k, launch.v, tk, tv)
     launch.start(
-        _tangent_kernel,
+        kernel,
         grid,
         *(rows_of(x) for x in (launch.q, launch.k, launch.v, tq, tk, tv)),
         *descriptors,
