@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -13,7 +15,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from contextlib import ExitStack
+from dense import dense, learned
 
 import backlight
 from backlight import registry
@@ -23,26 +25,32 @@ from backlight.backends.triton.config import KernelConfig
 from backlight.call import Call
 from backlight.config import override
 from backlight.spec import LEARNED
-from cases import BY_NAME, FP32, Case, case_id
+from cases import FP32, Case, case_id
 
 NAMES = ("dy", "dlse", "dty", "dtlse")
+# two tiles each way, the second of them not full
 CASES = (
-    Case("causal,gqa,sq<sk", hq=4, hkv=2, sq=19, sk=37, causal=True),
-    Case("full,dv", sq=37, sk=21, d=16, dv=24),
-    Case("everything", b=1, sq=20, sk=36, causal=True, window=(25, 0), softcap=1.5, bias=24, bias_origin=3, sink=True, gate=True),
-    Case("varlen,empty k", lengths_q=(10, 17, 7), lengths_k=(0, 20, 20), window=(9, 4), sink=True, bias=12),
-    Case("rows without keys", b=1, causal=True, sq=37, sk=10, sink=True, gate=True),
-    Case("mask", b=1, mask="two runs", sq=37, sk=33, bias=12),
-    Case("mask,pos,varlen", mask="run", pos=True, lengths_q=(12, 10), lengths_k=(20, 9), causal=True, gate=True),
+    Case("batched", sq=19, sk=19),
+    Case("causal,gqa,sq<sk", b=1, hq=4, hkv=2, sq=19, sk=29, causal=True),
+    Case("dv,sq>sk", b=1, hq=1, hkv=1, sq=29, sk=19, d=16, dv=24),
+    Case("varlen,empty k", lengths_q=(10, 17, 7), lengths_k=(0, 20, 9), hq=1, hkv=1, window=(9, 4), sink=True),
+    Case("rows without keys", b=1, causal=True, sq=29, sk=10, sink=True, gate=True),
+    Case("mask", b=1, hq=2, hkv=1, mask="two runs", sq=29, sk=20),
+    Case("bias,softcap", b=1, hq=1, hkv=1, sq=19, sk=29, softcap=1.5, bias=24, bias_origin=3),
     Case("sk=0", sq=5, sk=0, sink=True, bias=8),
     Case("sq=0", sq=0, sk=5, bias=8, gate=True),
 )
+TOGETHER = {"causal": True, "window": (25, 0), "softcap": 1.5, "bias": 24, "bias_origin": 3, "sink": True, "gate": True}
+EVERYTHING = Case("everything", b=1, hq=2, hkv=1, sq=20, sk=36, **TOGETHER)
+LONGER = (
+    EVERYTHING,
+    Case("everything,varlen", lengths_q=(10, 17, 7), lengths_k=(20, 0, 20), **TOGETHER),
+    Case("everything,mask", b=1, mask="two runs", sq=37, sk=33, **TOGETHER),
+    Case("mask,pos,varlen", mask="run", pos=True, lengths_q=(12, 10), lengths_k=(20, 9), causal=True, gate=True, bias=12),
+    Case("bias,gqa", hq=4, hkv=2, sq=37, sk=33, bias=24, bias_origin=7),
+)
 SMALL = KernelConfig(16, 16, 4, 1)
-KERNELS = ("second_dq", "second_dkdv", "second_dbias", "dq", "dkdv", "dbias", "tangent")
-
-
-def learned(call: Call) -> dict[str, Tensor]:
-    return {name: x for name in LEARNED if (x := getattr(call, name)) is not None}
+KERNELS = ("second_dq", "second_dkdv", "second_dbias", "dq", "dkdv", "dbias", "tangent", "tangent_known", "forward")
 
 
 def tangents_of(call: Call) -> dict[str, Tensor]:
@@ -91,3 +99,80 @@ def test_fp32(case: Case) -> None:
     call = case.make(FP32).call
     with small_tiles():
         judge(call, tangents_of(call), cotangents_of(call), 1e-5)
+
+
+@pytest.mark.parametrize("case", LONGER, ids=case_id)
+def test_together(case: Case) -> None:
+    call = case.make(FP32).call
+    with small_tiles():
+        judge(call, tangents_of(call), cotangents_of(call), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sink", "gate"])
+def test_one_tangent(name: str) -> None:
+    call = EVERYTHING.make(FP32).call
+    with small_tiles():
+        judge(call, {name: tangents_of(call)[name]}, cotangents_of(call), 1e-5)
+
+
+@pytest.mark.parametrize("names", [(), ("dy",), ("dty",), ("dtlse",), ("dlse", "dty"), ("dy", "dtlse")], ids=",".join)
+def test_any_gradients_that_came_in(names: tuple[str, ...]) -> None:
+    call = replace(EVERYTHING, sq=17, sk=17, hq=1).make(FP32).call
+    cotangents = cotangents_of(call)
+    with small_tiles():
+        judge(call, tangents_of(call), {name: cotangents[name] for name in names}, 1e-5)
+
+
+@pytest.mark.parametrize("gradient", ["dq", "dk", "dv", "dbias", "dsink", "dgate", "dtk", "dtbias"])
+def test_one_gradient(gradient: str) -> None:
+    call = replace(EVERYTHING, sq=17, sk=17, hq=1).make(FP32).call
+    tangents, incoming = tangents_of(call), tuple(cotangents_of(call).values())
+    triton = registry.get("triton")
+    with small_tiles():
+        results = triton.tangent(call, tangents, None)
+        found = triton.second(call, tangents, results, incoming, frozenset({gradient}))
+        both = triton.second(call, tangents, results, incoming, frozenset({gradient, "dq", "dtq"}))
+    assert list(found) == [gradient]
+    assert torch.equal(found[gradient], both[gradient])
+
+
+@pytest.mark.parametrize(("d", "dtype"), [(64, torch.float16), (192, torch.float16)], ids=str)
+def test_tiles_of_the_heuristic(d: int, dtype: torch.dtype) -> None:
+    """Wide heads take two launches for dk and dv."""
+    call = Case("tiles", b=1, hq=1, hkv=1, causal=True, sq=70, sk=130, d=d).make(dtype).call
+    judge(call, tangents_of(call), cotangents_of(call), 6e-3)
+
+
+def test_the_public_double_backward_against_the_oracle() -> None:
+    """Gradients of gradients by everything, as `create_graph=True` asks for them; the oracle is differentiated twice."""
+    call = Case("public", hq=4, hkv=2, sq=10, sk=13, causal=True).make(FP32).call
+    generator = torch.Generator().manual_seed(1)
+    dy = torch.randn(call.q.shape, generator=generator)
+    hats = tuple(tangents_of(call).values())
+
+    def twice(run: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        inputs = [x.to(dtype).requires_grad_() for x in (*learned(call).values(), dy)]
+        grads = torch.autograd.grad(run(*inputs[:3]), inputs[:3], inputs[3], create_graph=True)
+        return torch.autograd.grad(grads, inputs, [hat.to(dtype) for hat in hats])
+
+    def oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return dense(call, {"q": q, "k": k, "v": v})[0]
+
+    with small_tiles():
+        found = twice(lambda *x: backlight.attention(*x, causal=True, backend="triton"), FP32)
+    for got, want in zip(found, twice(oracle, torch.float64), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=2e-5)
+
+
+def test_tau_is_refused_by_name_and_left_to_tiled_without_one() -> None:
+    call = Case("tau", b=1, hq=1, hkv=1, sq=9, sk=9, tau=(-0.7,)).make(FP32).call
+    q = call.q.requires_grad_()
+    for backend in ("triton", None):
+        (dq,) = torch.autograd.grad(
+            backlight.attention(q, call.k, call.v, tau=call.tau, backend=backend).square().sum(), q, create_graph=True
+        )
+        if backend is None:
+            assert torch.autograd.grad(dq.square().sum(), q)[0].isfinite().all()
+        else:
+            with pytest.raises(NotImplementedError, match="triton: has no forward-mode derivative with tau"):
+                torch.autograd.grad(dq.square().sum(), q)

@@ -75,6 +75,11 @@ def key_kernels(call: Call) -> tuple[str, ...]:
     return ("dkdv",) if width_of(call) <= 128 or call.q.dtype == torch.float32 else ("dv", "dk")
 
 
+def second_key_kernels(call: Call) -> tuple[str, ...]:
+    """`key_kernels` of second derivatives."""
+    return tuple(f"second_{kernel}" for kernel in key_kernels(call))
+
+
 def kernels_of(call: Call) -> tuple[str, ...]:
     """The kernels with a configuration that a call and its backward launch, in order."""
     forward = ("forward",) if call.tau is None else ("lse", "elastic")
@@ -152,7 +157,7 @@ def heuristic(kernel: str, call: Call, device: Device) -> KernelConfig:
     """Tiles that fit into the device's shared memory."""
     width = width_of(call)
     if kernel.startswith("second"):
-        return _second(kernel, width, call.q.dtype, device.shared)
+        return _second(kernel, width, call, device.shared)
     if call.q.dtype == torch.float32:
         return _unrolled(kernel, width, device.arch)
     return _wide(kernel, device.shared) if width > 128 else _usual(kernel, width, call, device.shared)
@@ -196,8 +201,18 @@ def _usual(kernel: str, width: int, call: Call, shared: int) -> KernelConfig:
     return KernelConfig(64, 64, 8, 1) if kernel == "dbias" and width > 64 else KernelConfig(64, 64, 4, 2)
 
 
-def _second(kernel: str, width: int, dtype: torch.dtype, shared: int) -> KernelConfig:
-    """Second derivatives keep four tiles of scores in registers and twice the tensors in shared memory."""
-    if dtype == torch.float32 or width > 128 or shared < MIDDLE:
-        return KernelConfig(32, 32, 8, 1)
-    return KernelConfig(64, 64, 8, 2, tma=True)
+def _second(kernel: str, width: int, call: Call, shared: int) -> KernelConfig:
+    """Second derivatives keep four tiles of scores in registers, a softcap two more, and twice the tensors in shared memory."""
+    if call.q.dtype == torch.float32:
+        return KernelConfig(32, 32, 8, 1) if width <= 128 else KernelConfig(16, 16, 8, 1)
+    if width > 128:
+        return KernelConfig(32, 32, 8, 1) if shared >= MIDDLE else KernelConfig(16, 16, 4, 1)
+    narrow = width <= 64
+    if kernel == "second_dbias":
+        return KernelConfig(64, 64, 8, 1) if narrow and shared >= MIDDLE else KernelConfig(32, 32, 8, 1)
+    if shared < LARGE:
+        return KernelConfig(32, 32, 4, 2 if shared >= MIDDLE else 1)
+    step = 64 if narrow and call.spec.softcap is None else 32
+    if kernel == "second_dq":
+        return KernelConfig(128, step, 8, 2, tma=True)
+    return KernelConfig(step, 128, 8, 2, tma=True, direct=True)

@@ -1,5 +1,5 @@
-"""Backward through the tangent and double backward without tau (eq. 56-58), in the split form of `backward.py`: rows first, then
-a kernel that owns rows (dq), one that owns keys (dk, dv), one that owns distances (dbias).
+"""Backward through the tangent and double backward without tau (eq. 56-58), in the split form of `backward.py`: rows first,
+then a kernel that owns rows (dq), one that owns keys (dk, dv), one that owns distances (dbias).
 
 Gradients at tangents are those of an ordinary backward of the gradients that came in at ty and tlse. Every result repeats
 bitwise, and nothing is of the size of the scores. Parity contract: tests/interpreted.

@@ -29,7 +29,7 @@ def _second_dbias_kernel(
     column = tl.program_id(0) // splits * BN
     row_lanes = tl.arange(0, BM)
     key_lanes = tl.arange(0, BN)
-    bias, _ = reaching_bias(table_ptr, h, column, geometry, V, BM, BN)
+    bias, _cut = reaching_bias(table_ptr, h, column, geometry, V, BM, BN)
     tbias = 0.0
     if T.BIAS:
         own_ttable_ptr = head_table(ttable_ptr, h, geometry, True)

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from backlight.backends.triton.band import add_bias, head_table, table_entry
-from backlight.backends.triton.config import key_kernels
+from backlight.backends.triton.config import second_key_kernels
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import at, load_tile, row_state, row_tile, store_tile, stream_tile
 from backlight.backends.triton.moving import score_gradient, scores_and_cap, tangent_gradient
@@ -136,14 +136,14 @@ def _second_dkdv_kernel(
 def second_dkdv_of(launch: Launch, given: Prepared) -> tuple[Tensor, Tensor]:
     call = launch.call
     dk, dv = torch.empty_like(call.k), torch.empty_like(call.v)
-    for kernel in key_kernels(call):
+    for kernel in second_key_kernels(call):
         _start(kernel, launch, given, dk, dv)
     return dk, dv
 
 
 def _start(kernel: str, launch: Launch, given: Prepared, dk: Tensor, dv: Tensor) -> None:
     call = launch.call
-    config = launch.config(f"second_{kernel}")
+    config = launch.config(kernel)
     grid = launch.key_grid(config.block_n)
     if grid[0] and grid[1]:
         streamed = (launch.q, given.tq, given.do, given.dto)

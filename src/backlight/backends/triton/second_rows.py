@@ -29,8 +29,8 @@ class Given(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What tile kernels read beside the call: its tangents, the gradients at o and at its tangent, the row sums, and what of all
-    this is there. Absent tensors still have a pointer; what is compiled in never reads it."""
+    """What tile kernels read beside the call: its tangents, the gradients at o and at its tangent, the row sums, and what of
+    all this is there. Absent tensors still have a pointer; what is compiled in never reads it."""
 
     tq: Tensor
     tk: Tensor

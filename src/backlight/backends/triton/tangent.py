@@ -166,14 +166,15 @@ def config_of(call: Call, known: bool = False) -> KernelConfig:
 
 
 def _chosen(call: Call, known: bool) -> KernelConfig:
-    """Two accumulators, one where y is known, and two tiles of scores, four tensors of keys: tiles that neither spill nor exceed
-    shared memory."""
+    """Two accumulators, one where y is known, and two tiles of scores, four tensors of keys: tiles that neither spill nor
+    exceed shared memory."""
     device = device_of(call.q.device)
     if call.q.dtype == torch.float32 or width_of(call) > 128:
         return heuristic("dq", call, device)
     narrow = width_of(call) <= 64
     if device.shared >= LARGE:
-        return KernelConfig(128, 64 if narrow or known else 32, 8, 2, tma=True)
+        alone = known and call.bias is None and call.spec.softcap is None
+        return KernelConfig(128, 64 if narrow or alone else 32, 8, 2, tma=True)
     if device.shared >= MIDDLE:
         return KernelConfig(64, 64, 4, 2, tma=True) if narrow else KernelConfig(64, 32, 4, 1)
     return KernelConfig(64 if narrow else 32, 32, 4, 1)

@@ -1,7 +1,7 @@
-"""Forward mode without tau where y and lse are known, as under double backward: tangents alone, in at most five products a tile.
+"""Forward mode without tau where y and lse are known, as under double backward: tangents in at most five products a tile.
 
-The second sweep of eq. 53 without tau: weights are normalised from the start and nothing is rescaled. Registers: q and tq [BM, D],
-the accumulator w [BM, Dv] in fp32, e and nu [BM], and the tiles p and ts. Parity contract: tests/interpreted.
+The second sweep of eq. 53 without tau: weights are normalised from the start and nothing is rescaled. Registers: q and tq
+[BM, D], the accumulator w [BM, Dv] in fp32, e and nu [BM], and the tiles p and ts. Parity contract: tests/interpreted.
 """
 
 import triton
