@@ -56,4 +56,6 @@ def _lacks(what: str, backend: Any, call: Call) -> tuple[str, ...]:
     if takes is None:
         return (f"has no {WORDS[what]}",)
     unknown = [feature for feature in call.features if feature not in takes]
-    return tuple(f"has no {WORDS[what]} with {registry.NAMED.get(feature, feature)}" for feature in unknown)
+    reasons = tuple(f"has no {WORDS[what]} with {registry.NAMED.get(feature, feature)}" for feature in unknown)
+    why_not = getattr(backend, "why_not_derivative", None)
+    return reasons or (() if why_not is None else why_not(what, call))

@@ -103,6 +103,13 @@ class TritonBackend:
         with torch.no_grad():
             return tangent(call, tangents, known)
 
+    def why_not_derivative(self, what: str, call: Call) -> tuple[str, ...]:
+        if what != "second":
+            return ()
+        from backlight.backends.triton.config import why_no_second
+
+        return why_no_second(call)
+
     def second(
         self,
         call: Call,

@@ -76,8 +76,16 @@ def key_kernels(call: Call) -> tuple[str, ...]:
 
 
 def second_key_kernels(call: Call) -> tuple[str, ...]:
-    """`key_kernels` of second derivatives."""
-    return tuple(f"second_{kernel}" for kernel in key_kernels(call))
+    """`key_kernels` of second derivatives; in fp32 too, two accumulators of wide heads are too many."""
+    return ("second_dkdv",) if width_of(call) <= 128 else ("second_dv", "second_dk")
+
+
+def why_no_second(call: Call) -> tuple[str, ...]:
+    """Reasons a card has no room for second derivatives of a call."""
+    shared = device_of(call.q.device).shared
+    if call.q.dtype != torch.float32 or width_of(call) <= 128 or shared >= LARGE:
+        return ()
+    return (f"has no second derivative in fp32 of heads wider than 128 with {shared // KIB} KiB of shared memory",)
 
 
 def kernels_of(call: Call) -> tuple[str, ...]:
@@ -204,12 +212,13 @@ def _usual(kernel: str, width: int, call: Call, shared: int) -> KernelConfig:
 def _second(kernel: str, width: int, call: Call, shared: int) -> KernelConfig:
     """Second derivatives keep four tiles of scores in registers, a softcap two more, and twice the tensors in shared memory."""
     if call.q.dtype == torch.float32:
-        return KernelConfig(32, 32, 8, 1) if width <= 128 else KernelConfig(16, 16, 8, 1)
+        # products of fp32 are unrolled: larger tiles spill thousands of bytes even of narrow heads
+        return KernelConfig(16, 16, 8, 1)
     if width > 128:
-        return KernelConfig(32, 32, 8, 1) if shared >= MIDDLE else KernelConfig(16, 16, 4, 1)
+        return KernelConfig(32, 32, 8, 1) if shared >= LARGE else KernelConfig(16, 16, 4, 1)
     narrow = width <= 64
     if kernel == "second_dbias":
-        return KernelConfig(64, 64, 8, 1) if narrow and shared >= MIDDLE else KernelConfig(32, 32, 8, 1)
+        return KernelConfig(64, 64, 8, 1) if narrow and shared >= MIDDLE else KernelConfig(32, 64, 8, 1)
     if shared < LARGE:
         return KernelConfig(32, 32, 4, 2 if shared >= MIDDLE else 1)
     step = 64 if narrow and call.spec.softcap is None else 32

@@ -4,6 +4,7 @@ One program per BM rows of one query head. Registers: q and tq [BM, D], accumula
 sum, e and nu [BM], and the tiles s and ts. A tangent that is not given leaves no trace. Parity contract: tests/interpreted.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -170,7 +171,8 @@ def _chosen(call: Call, known: bool) -> KernelConfig:
     exceed shared memory."""
     device = device_of(call.q.device)
     if call.q.dtype == torch.float32 or width_of(call) > 128:
-        return heuristic("dq", call, device)
+        found = heuristic("dq", call, device)
+        return found if device.shared >= LARGE or call.q.dtype == torch.float32 else replace(found, block_n=32)
     narrow = width_of(call) <= 64
     if device.shared >= LARGE:
         alone = known and call.bias is None and call.spec.softcap is None
