@@ -14,6 +14,9 @@ PIP_FLAGS ?=
 WORKERS ?= auto
 ARGS ?=
 
+# without files of bytecode each of the many processes that tests start would compile the package again
+export PYTHONDONTWRITEBYTECODE :=
+
 BIN := $(VENV)/bin
 PARALLEL := -n $(WORKERS) --maxprocesses 4 --dist worksteal
 LIBRARY := $(VENV)/.backlight-library

@@ -111,7 +111,6 @@ INTERFACES = (
             "value": [*NO_TENSOR, (floats(2, 2, 6, 8), "6")],
             "attention_mask": [
                 *NO_TENSOR,
-                (floats(2, 1, 5, 5) - 1, "(2, 1, 5, 5)"),
                 (floats(2, 1, 5, 4), "(2, 1, 5, 4)"),
                 (numbers(1, 1), "(2,)"),
             ],

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from torch.utils._python_dispatch import _disable_current_modes
 
 from later import LATER
+from thinned import left_out
 
 ALLOCATORS = (
     (torch, "empty"),
@@ -79,8 +80,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    quick = [item for item in items if isinstance(item, pytest.Function) and not item.get_closest_marker("slow")]
+    waiting = left_out((item.nodeid, item.callspec.params) for item in quick if hasattr(item, "callspec"))
     for item in items:
-        if item.nodeid.startswith(LATER):
+        if item.nodeid.startswith(LATER) or item.nodeid in waiting:
             item.add_marker(pytest.mark.later)
     if torch.cuda.is_available():
         return

@@ -53,7 +53,8 @@ def _head(call: Call, segment: Segment, h: int) -> tuple[Tensor, Tensor]:
 
 def _lse(values: dict[str, Tensor]) -> Tensor:
     """As the stage, with derivatives 0 instead of NaN where a row sees nothing."""
-    s, empty = values["s"], ~values["visible"].any(dim=-1)
+    # a pair bias may hide all that a mask has left
+    s, empty = values["s"], (values["s"] == -torch.inf).all(dim=-1)
     if values["sink"] is not None:
         return STAGES["lse"](values)
     if not s.shape[-1]:

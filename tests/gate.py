@@ -83,10 +83,12 @@ class Verdict:
 
 def measure(call: Call, dy: Tensor | None = None, dlse: Tensor | None = None) -> Yardsticks:
     """The yardsticks of a call, kept for a while by the values of its tensors: many tests run one problem in several ways."""
-    if dy is None:
+    # float64 borrows the errors of fp32 and knows no forward alone
+    if dy is None and (dlse is not None or call.q.dtype == torch.float64):
         dy = torch.zeros(*call.q.shape[:3], call.v.shape[-1], dtype=call.q.dtype, device=call.q.device)
     key = (call.spec, call.deterministic, *[_digest(x) for x in (*all_tensors(call), dy, dlse)])
-    found = _measured.pop(key, None) or Problem(*_copied(call, dy, dlse))
+    # without incoming gradients the oracle and its yardsticks are forward only
+    found = _measured.pop(key, None) or Problem(*_copied(call, dy, dlse))  # type: ignore[arg-type]
     # the newest last
     _measured[key] = found
     if len(_measured) > KEPT:
@@ -106,10 +108,11 @@ def _digest(x: Tensor | None) -> tuple[object, ...] | None:
     return tuple(x.shape), x.dtype, x.device, sha1(flat.view(torch.uint8).numpy().tobytes()).digest()
 
 
-def _copied(call: Call, dy: Tensor, dlse: Tensor | None) -> tuple[Call, Tensor, Tensor | None]:
+def _copied(call: Call, dy: Tensor | None, dlse: Tensor | None) -> tuple[Call, Tensor | None, Tensor | None]:
     """The problem in memory of its own: yardsticks are computed at need, and a test may change its tensors before."""
     tensors = {name: x.detach().clone() for name, x in zip(TENSOR_NAMES, all_tensors(call), strict=True) if x is not None}
-    return replace(call, **tensors), dy.detach().clone(), None if dlse is None else dlse.detach().clone()
+    own = [None if x is None else x.detach().clone() for x in (dy, dlse)]
+    return replace(call, **tensors), *own  # type: ignore[return-value]
 
 
 def judge(

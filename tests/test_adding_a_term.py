@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -31,20 +32,25 @@ def copied(folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    if not hasattr(os, "fork"):
+        pytest.skip("a script runs in a fork")
+    with Server() as server:
+        yield server
+
+
 @pytest.fixture
-def package(tmp_path: Path) -> Path:
-    return copied(tmp_path)
+def package(tmp_path: Path, server: Server) -> Scripts:
+    return Scripts(server, copied(tmp_path))
 
 
 @pytest.fixture(scope="module")
-def declared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
+def declared(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Scripts:
     """A copy in which the term is declared, and nobody takes it yet; scripts that run with it."""
-    if not hasattr(os, "fork"):
-        pytest.skip("a script runs in a fork")
     package = copied(tmp_path_factory.mktemp("declared"))
     edit(package, *DECLARED)
-    with Scripts(package) as scripts:
-        yield scripts
+    return Scripts(server, package)
 
 
 def edit(package: Path, *edits: tuple[str, str, str]) -> None:
@@ -55,18 +61,19 @@ def edit(package: Path, *edits: tuple[str, str, str]) -> None:
         path.write_text(source.replace(old, new))
 
 
-HEAD = "import torch, backlight\nfrom torch import randn\nq, pull = randn(1, 2, 6, 4), randn(2)\n"
-# reads scripts as lines of JSON and answers each with what a copy of itself printed
-SERVER = f"""
+HEAD = "import backlight\nfrom torch import randn\nq, pull = randn(1, 2, 6, 4), randn(2)\n"
+# reads folders and scripts as lines of JSON and answers each with what a copy of itself printed
+SERVER = """
 import contextlib, io, json, os, sys, traceback
-{HEAD}
-given = dict(globals())
+import torch
 for line in sys.stdin:
     ours, theirs = os.pipe()
     if os.fork() == 0:
         with os.fdopen(theirs, "w") as answer, contextlib.redirect_stdout(answer), contextlib.redirect_stderr(answer):
             try:
-                exec(json.loads(line), given)
+                folder, code = json.loads(line)
+                sys.path.insert(0, folder)
+                exec(code, {"torch": torch})
             except BaseException:
                 traceback.print_exc()
         os._exit(0)
@@ -77,41 +84,42 @@ for line in sys.stdin:
 """
 
 
-class Scripts:
-    """A process that has imported a copy of the package: every script runs in a fork of it, untouched by the others."""
+class Server:
+    """A process that has imported torch: every script runs in a fork of it, untouched by the others."""
 
-    def __init__(self, package: Path):
+    def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER], env=with_copy(package), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def __enter__(self) -> Scripts:
+    def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.process.communicate()
 
-    def run(self, code: str) -> str:
-        """What a script prints; its error where it fails."""
+    def ask(self, folder: Path, code: str) -> str:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(code) + "\n")
+        self.process.stdin.write(json.dumps((str(folder), code)) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
+
+
+@dataclass
+class Scripts:
+    """What runs with a copy of the package."""
+
+    server: Server
+    package: Path
+
+    def run(self, code: str = "") -> str:
+        """What a script prints after importing the copy; its error where it fails."""
+        return self.server.ask(self.package, HEAD + code)
 
     def refused(self, code: str) -> str:
         """The sentence of the error that a script ends with."""
         return self.run(code).strip().splitlines()[-1]
-
-
-def with_copy(package: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(package)}
-
-
-def imported(package: Path) -> str:
-    """What importing that copy of the package prints."""
-    done = subprocess.run([sys.executable, "-c", HEAD], env=with_copy(package), capture_output=True, text=True)
-    return done.stdout + done.stderr
 
 
 def attempts(*calls: str) -> str:
@@ -120,19 +128,19 @@ def attempts(*calls: str) -> str:
     return "".join(lines)
 
 
-def test_a_row_alone_does_not_import(package: Path) -> None:
-    edit(package, ROW)
-    assert "AttentionSpec needs a flag for every term" in imported(package)
+def test_a_row_alone_does_not_import(package: Scripts) -> None:
+    edit(package.package, ROW)
+    assert "AttentionSpec needs a flag for every term" in package.run()
 
 
-def test_a_flag_alone_does_not_import(package: Path) -> None:
-    edit(package, ROW, FLAG)
-    assert "Call and spec.TENSORS differ" in imported(package)
+def test_a_flag_alone_does_not_import(package: Scripts) -> None:
+    edit(package.package, ROW, FLAG)
+    assert "Call and spec.TENSORS differ" in package.run()
 
 
-def test_a_shape_nobody_checks_does_not_import(package: Path) -> None:
-    edit(package, *DECLARED, ("spec.py", 'Input("pull", ("heads",))', 'Input("pull", ("heads", "keys"))'))
-    assert "no check for the shape of ['pull']" in imported(package)
+def test_a_shape_nobody_checks_does_not_import(package: Scripts) -> None:
+    edit(package.package, *DECLARED, ("spec.py", 'Input("pull", ("heads",))', 'Input("pull", ("heads", "keys"))'))
+    assert "no check for the shape of ['pull']" in package.run()
 
 
 def test_every_backend_refuses_what_it_does_not_declare(declared: Scripts) -> None:
@@ -169,7 +177,7 @@ from backlight.call import tensors_of
 call, plain = call_of(q, q, q, pull=pull), call_of(q, q, q)
 place = spec.TENSOR_NAMES.index("pull")
 assert "Tensor? pull" in str(torch.ops.backlight.attention.default._schema)
-assert len(torch.ops.backlight.attention_backward.default._schema.returns) == len(spec.GRADIENTS) == 8
+assert len(torch.ops.backlight.attention_backward.default._schema.returns) == len(spec.GRADIENTS) == 9
 assert operators.pack(call, None)[place] is pull and operators.unpack(operators.pack(call, None))[0].spec.pull
 assert tensors_of(call)[place] is pull
 assert call.layout != plain.layout and call.layout != call_of(q, q, q, pull=randn(4)[::2]).layout
@@ -178,6 +186,18 @@ assert call.gradients == ("dq", "dk", "dv", "dpull")
 print("all taken")
 """
     assert declared.run(code).strip() == "all taken"
+
+
+def test_its_tangent_is_refused(package: Scripts) -> None:
+    """Also on a backend that takes the term and says nothing about its derivatives."""
+    taken = ("backends/tiled/__init__.py", "    takes = frozenset(\n        {", '    takes = frozenset(\n        {"pull", ')
+    edit(package.package, *DECLARED, taken)
+    code = "q.requires_grad_()\ny = backlight.attention(q, q, q, pull=pull)\n"
+    code += "(dq,) = torch.autograd.grad(y.sum(), q, create_graph=True)\n"
+    code += attempts("backlight.attention_jvp(q, q, q, q, pull=pull)", "dq.sum().backward()")
+    found = package.run(code)
+    assert "tiled: has no forward-mode derivative with pull" in found
+    assert found.count("with pull") == 2
 
 
 def test_the_oracle_refuses_it(declared: Scripts) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import backlight
 from backlight import operators
+from backlight.spec import LEARNED
 from cases import BF16, BY_NAME, FP32, Case, Problem, case_id
 from running import forward, leaves, run
 
@@ -53,7 +54,7 @@ def test_opcheck_backward(case: Case) -> None:
     problem = case.make(FP32)
     arguments = operator_arguments(problem, requires_grad=False)
     y, lse, u = torch.ops.backlight.attention(*arguments, True)
-    given = [getattr(problem.call, name) is not None for name in ("q", "k", "v", "bias", "sink", "tau", "gate")]
+    given = [getattr(problem.call, name) is not None for name in LEARNED]
     torch.library.opcheck(
         torch.ops.backlight.attention_backward.default, (*arguments, y, lse, u, problem.dy, problem.dlse, given)
     )

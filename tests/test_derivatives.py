@@ -57,6 +57,9 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 K, V, BIAS = draw(B, H, S, D, seed=1), draw(B, H, S, D, seed=2), draw(H, 3, seed=3)
 TAU, SINK, GATE = torch.tensor([-0.3, 0.4]).double(), draw(H, seed=4), draw(B, H, S, D, seed=5)
 CU = torch.tensor([0, S])
+SINGLE, EYE = draw(B, S, 1, seed=7), torch.eye(H * D).double()
+# causal as a pair bias
+TRIANGLE = torch.zeros(B, H, S, S).double().masked_fill(torch.ones(S, S).triu(1).bool(), -torch.inf)
 
 
 def packed(x: Tensor) -> Tensor:
@@ -161,6 +164,25 @@ ENTRIES = {
         KV[1:],
     ),
     "lazy_attention": Entry(lambda x: compat.lazy_attention(x, K, V, BIAS, TAU), lambda x: plain(x, K, V, BIAS, TAU)),
+    "scaled_dot_product_attention": Entry(
+        lambda x: compat.scaled_dot_product_attention(x, K, V, is_causal=True), lambda x: plain(x, K, V)
+    ),
+    "triangle_attention": Entry(
+        lambda x: compat.triangle_attention(x[:, None], K[:, None], V[:, None], TRIANGLE[:, None])[:, 0],
+        lambda x: plain(x, K, V),
+    ),
+    "attention_pair_bias": Entry(
+        lambda x: compat.attention_pair_bias(
+            SINGLE, x, K, V, TRIANGLE, None, H, None, 0 * EYE[:, :1], EYE, is_cached_z_proj=True
+        )[0],
+        lambda x: swapped(plain(x, K, V)).flatten(2) / 2,
+    ),
+    "DS4Sci_EvoformerAttention": Entry(
+        lambda x: compat.DS4Sci_EvoformerAttention(
+            *(each.transpose(1, 2)[:, None] for each in (x, K, V)), [None, TRIANGLE[:, None]]
+        )[:, 0],
+        lambda x: swapped(plain(x, K, V)),
+    ),
     "nn.Attention": Entry(Layer("plain").ours, Layer("plain").truth, (B, S, H * 2)),
     "nn.LazyAttention": Entry(Layer("lazy").ours, Layer("lazy").truth, (B, S, H * 2)),
 }
@@ -424,8 +446,6 @@ def test_refusals_of_sharded_calls(transform: str, strategy: str) -> None:
     torch.testing.assert_close(VALUES["autograd with create_graph"](sharded, x), by_autograd(lambda x: plain(x, K, V), x))
     with pytest.raises(NotImplementedError, match=SENTENCE):
         SECOND[transform](sharded, x)
-    with pytest.raises(NotImplementedError, match=SENTENCE):
-        dual(sharded, x)
 
 
 def test_an_attention_beside_what_is_differentiated() -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +96,14 @@ from pathlib import Path
 
 warnings.simplefilter("ignore")
 
-source, names, triton_names = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
+source, with_triton = Path(sys.argv[1]), sys.argv[2] == "True"
 import rich.console, rich.table
 import torch
 import torch._dynamo, torch._functorch.config, torch.fx.experimental.proxy_tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-if triton_names:
+if with_triton:
     import triton.backends.nvidia.driver, triton.experimental.gluon.language.nvidia.hopper
 torch.set_num_threads(1)
 
@@ -198,7 +199,7 @@ def work(taken):
     except NotImplementedError as error:
         right["refusal"] = "no third derivative" in str(error)
     missing = set(private.NAMES.missing)
-    if triton_names:
+    if with_triton:
         from backlight._private import triton as private_triton
 
         missing |= set(private_triton.NAMES.missing)
@@ -212,12 +213,12 @@ def work(taken):
     return {"right": right, "missing": taken is None or taken in missing | set(private.NAMES.missing), "info": said.getvalue()}
 
 
-for taken in [None, *names, *triton_names]:
+for line in sys.stdin:
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         try:
-            answer = work(taken)
+            answer = work(json.loads(line))
         except BaseException as error:
             import traceback
 
@@ -227,27 +228,34 @@ for taken in [None, *names, *triton_names]:
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        print(json.dumps({"name": taken, "answer": json.loads(pipe.read() or "{}")}), flush=True)
+        print(pipe.read() or "{}", flush=True)
     os.waitpid(child, 0)
 """
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict[str | None, Any]:
-    """What a fresh process says without each name: one process imports torch, and has a child for each of them."""
+def without() -> Iterator[Callable[[str | None], Any]]:
+    """What a fresh process says without a name: one process imports torch, and has a child for each question."""
     if not hasattr(os, "fork"):
         pytest.skip("needs os.fork")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE.parent)}
-    command = [sys.executable, "-c", WORK, str(SOURCE), json.dumps(TORCH_NAMES), json.dumps(TRITON_NAMES)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    return {line["name"]: line["answer"] for line in map(json.loads, done.stdout.splitlines())}
+    command = [sys.executable, "-c", WORK, str(SOURCE), str(TRITON)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        to, answers = process.stdin, process.stdout
+
+        def ask(name: str | None) -> Any:
+            print(json.dumps(name), file=to, flush=True)
+            return json.loads(answers.readline())
+
+        yield ask
 
 
 @pytest.mark.parametrize("name", [None, *TORCH_NAMES, *TRITON_NAMES])
-def test_without_a_name(answers: dict[str | None, Any], name: str | None) -> None:
+def test_without_a_name(without: Callable[[str | None], Any], name: str | None) -> None:
     """Import, both directions, transforms, refusals and profiles; `backlight info` says what is slower and why."""
-    answer = answers[name]
+    answer = without(name)
     assert "error" not in answer, answer["error"]
     assert answer["right"] == dict.fromkeys(answer["right"], True)
     assert answer["missing"], f"{name} stands in the table, and nobody takes it"

@@ -26,7 +26,8 @@ def test_every_term_is_drawn_in_its_shape_and_dtype() -> None:
     sizes = Sizes.of(call)
     assert tuple(tensors_of(call)) == LEARNED
     for name, x in tensors_of(call).items():
-        assert x.shape == sizes.shape(name)
+        # one pair bias for the whole batch
+        assert x.shape == ((1, *sizes.shape(name)[1:]) if name == "pair_bias" else sizes.shape(name))
         assert x.dtype == draw.dtype_of(name, BF16)
 
 
@@ -55,12 +56,13 @@ def test_a_call_is_cut_along_all_its_axes() -> None:
         "sink": (2,),
         "tau": (2,),
         "gate": (1, 2, 5, 6),
+        "pair_bias": (1, 2, 5, 7),
     }
     assert (part.rows.shape, part.pos.shape) == ((1, 2, 4, 7), (1, 5))
 
 
 def test_shapes_are_told_as_the_table_has_them() -> None:
-    learned = {"bias": "[Hq, n]", "sink": "[Hq]", "tau": "[Hq]", "gate": "[B, Hq, Sq, Dv]"}
+    learned = {"bias": "[Hq, n]", "sink": "[Hq]", "tau": "[Hq]", "gate": "[B, Hq, Sq, Dv]", "pair_bias": "[B, Hq, Sq, Sk]"}
     assert learned | {"rows": "[B, Hq, 2 or 4, Sk]", "pos": "[B, Sq]"} == SHAPES
 
 

@@ -6,6 +6,7 @@ import ast
 import inspect
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ OPTIONS = {
     "sink": None,
     "tau": None,
     "gate": None,
+    "pair_bias": None,
     "mask": None,
     "return_lse": False,
     "deterministic": None,
@@ -35,7 +37,7 @@ OPTIONS = {
 
 def test_exported_names() -> None:
     exported = {"AttentionSpec", "AttentionStatistics", "Explanation", "Unsupported", "__version__"}
-    exported |= {"attention", "attention_varlen", "explain", "mask", "statistics"}
+    exported |= {"alibi", "attention", "attention_varlen", "explain", "mask", "statistics"}
     exported |= {"attention_jvp", "attention_varlen_jvp"}
     assert set(backlight.__all__) == exported
     assert all(hasattr(backlight, name) for name in exported)
@@ -56,6 +58,20 @@ def test_signatures() -> None:
     assert positional(backlight.attention_varlen) == ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"]
     assert inspect.signature(backlight.attention_varlen).parameters["cu_seqlens_k"].default is None
     assert keyword_only(backlight.attention_varlen) == OPTIONS
+
+
+@pytest.mark.parametrize("name", backlight.mask.__all__)
+def test_annotations_of_masks_resolve(name: str) -> None:
+    assert typing.get_type_hints(getattr(backlight.mask, name))
+
+
+def test_annotations_resolve() -> None:
+    """They are strings, and one that only a type checker imports is none for whoever asks at run time."""
+    functions = [backlight.attention, backlight.attention_varlen, backlight.explain, backlight.statistics]
+    for function in functions:
+        assert "return" in typing.get_type_hints(function)
+    for function in functions[:2]:
+        assert typing.get_type_hints(function)["mask"] == backlight.mask.Mask | None
 
 
 def test_options_are_keywords_only() -> None:

@@ -3,13 +3,16 @@ Examples run too."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import make_masks_page
 import make_speed_table as made
 import pytest
 from records import newest
@@ -152,4 +155,46 @@ def test_speed_table_is_the_record() -> None:
     for page in (text, (ROOT / "docs" / "training.md").read_text()):
         assert made.training_table() in page
     assert made.overhead_table() in (ROOT / "docs" / "host.md").read_text()
-    assert made.masks_table() in (ROOT / "docs" / "masks.md").read_text()
+    pairs = (ROOT / "docs" / "pair-bias.md").read_text()
+    assert made.pair_table() in pairs
+    assert newest("pair").name in pairs
+
+
+def test_masks_page_is_the_record() -> None:
+    text = make_masks_page.PAGE.read_text()
+    assert make_masks_page.page(text) == text, "a newer record is there: python tools/make_masks_page.py"
+    assert newest("masks").name in text
+    measured = text[text.index(make_masks_page.BEGIN) : text.index(make_masks_page.END)]
+    assert re.findall(r"\d ms|\d %|\dx", text.replace(measured, "")) == []
+
+
+def test_the_masks_page_would_notice_another_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, honest = make_masks_page.PAGE.read_text(), make_masks_page.load
+
+    def slower(path: Path) -> dict[str, Any]:
+        data = honest(path)
+        for row in data["rows"]:
+            if row["case"].startswith("documents,"):
+                row["times"]["both"]["median_ms"] *= 1.1
+        return data
+
+    monkeypatch.setattr(make_masks_page, "load", slower)
+    assert make_masks_page.page(text) != text
+
+
+def test_the_share_of_tokens_is_that_of_the_example() -> None:
+    """Of eight rollouts that share their prompt: the example's own prompt and lengths."""
+    tree = ast.parse((ROOT / "examples" / "shared_prompt.py").read_text())
+    constants: dict[str, Any] = {}
+    for line in tree.body:
+        if isinstance(line, ast.Assign):
+            names = [name.id for target in line.targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+            if {"PROMPT", "LENGTHS"} & {*names}:
+                values = ast.literal_eval(line.value)
+                constants |= dict(zip(names, values if len(names) > 1 else [values], strict=True))
+    prompt, lengths = constants["PROMPT"], constants["LENGTHS"]
+    share = (prompt + sum(lengths)) / (prompt * len(lengths) + sum(lengths))
+    word = {4: "a quarter", 5: "a fifth", 6: "a sixth"}[round(1 / share)]
+    assert f"{word} of the tokens" in README
+    assert f"{word} of its tokens" in (ROOT / "docs" / "masks.md").read_text()
+    assert len(lengths) == 8

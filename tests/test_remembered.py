@@ -42,7 +42,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """Calls that were checked."""
     found: list[Call] = []
     honest = binding.check
-    monkeypatch.setattr(binding, "check", lambda call: (found.append(call), honest(call))[1])
+    monkeypatch.setattr(binding, "check", lambda call, *rest: (found.append(call), honest(call, *rest))[1])
     return found
 
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import backlight
 from backlight import api, direct, operators, registry, running
 from backlight.call import Call
+from backlight.spec import GRADIENTS
 from cases import BY_NAME, FP32, SINGLES, TOGETHER, Case, case_id
 from running import leaves, run
 
@@ -247,7 +248,7 @@ def test_kernels_start_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPa
         q = SimpleNamespace(is_cuda=True, device=torch.device("cuda", index), get_device=lambda index=index: index)
         call = Call(api.call_of(*qkv()).spec, q, q, q)
         running.forward(call, None, False)
-        running.backward(call, None, q, q, None, q, None, (True,) * 7)
+        running.backward(call, None, q, q, None, q, None, (True,) * len(GRADIENTS))
     assert ran == [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)]
     assert current == [0]
 

@@ -38,15 +38,19 @@ def test_every_environment_and_part_has_a_place_on_the_page(matrix: dict[str, An
             assert (ROOT / path).is_file(), path
 
 
-def test_the_environment_chooses_torch_and_triton_alone(matrix: dict[str, Any]) -> None:
-    pins = matrix["others"]((ROOT / "constraints.txt").read_text())
-    names = {line.partition("==")[0] for line in pins.splitlines() if "==" in line}
-    assert not {"torch", "triton"} & names
-    assert {"numpy", "typer", "transformers"} <= names
-    command = matrix["installation"](matrix["ENVIRONMENTS"][0], Path("python"), Path("pins"))
-    assert command[-4:] == ["--constraints", "pins", "torch==2.11.0", "triton==3.6.0"]
-    lowest = matrix["installation"](matrix["ENVIRONMENTS"][-1], Path("python"), Path("pins"))
-    assert lowest[-3:] == ["--upgrade", "--resolution", "lowest-direct"]
+def test_the_environment_chooses_its_own_pins_alone(matrix: dict[str, Any]) -> None:
+    constraints = (ROOT / "constraints.txt").read_text()
+    oldest, newest, lowest = (matrix["ENVIRONMENTS"][place] for place in (0, -2, -1))
+    for environment in (oldest, newest):
+        lines = matrix["others"](constraints, environment).splitlines()
+        names = {line.partition("==")[0] for line in lines if "==" in line}
+        assert not environment.pins.keys() & names
+        assert {"torch", "triton"} <= environment.pins.keys()
+        assert {"numpy", "typer", "transformers"} <= names | environment.pins.keys()
+    command = matrix["installation"](oldest, Path("python"), Path("pins"))
+    assert command[-5:] == ["--constraints", "pins", "torch==2.11.0", "triton==3.6.0", "numpy==2.3.5"]
+    command = matrix["installation"](lowest, Path("python"), Path("pins"))
+    assert command[-3:] == ["--upgrade", "--resolution", "lowest-direct"]
 
 
 def test_an_outcome_is_what_pytest_counted(matrix: dict[str, Any]) -> None:
@@ -76,3 +80,18 @@ def test_a_failure_is_on_the_page(page: dict[str, Any]) -> None:
     assert page["cell"](bad) == "3 passed, **2 failed**"
     assert page["cell"]({"ok": False, "counts": {}, "failed": []}) == "**broke off**"
     assert page["failures"]({"lowest": {"parts": {"cli": bad}}})[-1] == "* lowest, cli: `tests/a.py::test_b`"
+
+
+def test_a_repaired_test_is_on_the_page_as_both(matrix: dict[str, Any], page: dict[str, Any]) -> None:
+    old = {"ok": False, "counts": {"passed": 3, "failed": 2}, "failed": ["a", "b"], "commit": "1"}
+    half = matrix["tried_again"](old, {"ok": False, "counts": {}, "failed": ["b"], "commit": "2"})
+    assert page["cell"](half) == "3 passed, 1 after a repair, **1 failed**"
+    assert page["failures"]({"lowest": {"parts": {"cli": half}}})[-2:] == [
+        "* lowest, cli: `a`, passes since at 2",
+        "* lowest, cli: `b`",
+    ]
+    whole = matrix["tried_again"](half, {"ok": True, "counts": {"passed": 2}, "failed": [], "commit": "3"})
+    assert page["cell"](whole) == "3 passed, 2 after a repair"
+    for ok, counts in (False, {}), (True, {"skipped": 2}):
+        none = matrix["tried_again"](old, {"ok": ok, "counts": counts, "failed": ["tests/x.py"][ok:], "commit": "2"})
+        assert page["cell"](none) == "3 passed, **2 failed**"

@@ -22,6 +22,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 SHARD, ENDS, LINES = "BACKLIGHT_SHARD", "BACKLIGHT_SHARD_ENDS", "BACKLIGHT_SHARD_LINES"
 
@@ -29,14 +31,14 @@ SHARD, ENDS, LINES = "BACKLIGHT_SHARD", "BACKLIGHT_SHARD_ENDS", "BACKLIGHT_SHARD
 # --- inside a process: a plugin of pytest ------------------------------------------------------------------------------------
 
 
+# after -k and -m: what they leave is shared out evenly
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     mine, count = map(int, os.environ[SHARD].split("/"))
     items[:] = items[mine::count]
 
 
 def pytest_runtest_setup(item: Any) -> None:
-    import pytest
-
     if time.time() > float(os.environ[ENDS]):
         pytest.skip("the limit is over")
 

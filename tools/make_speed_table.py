@@ -224,6 +224,23 @@ def masks_table() -> str:
     return "\n".join(lines)
 
 
+def pair_table() -> str:
+    """A pair bias beside our plain call and the peers, with gradients of all inputs, from the newest record."""
+    ms: dict[str, dict[str, dict[str, float]]] = {}
+    for row in timed(load(newest("pair"))):
+        name, shape = row["case"].split("/")[0].split(",", 1)
+        who = "plain" if (name, row["contender"]) == ("plain", "backlight") else row["contender"] if name == "pair" else None
+        if who and "times" in row:
+            ms.setdefault(shape, {})[who] = {phase: row["times"][phase]["median_ms"] for phase in ("forward", "both")}
+    heads = ["bf16, ms: forward, forward and backward", "backlight", "without the bias", "SDPA efficient", "FlexAttention"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for shape, found in ms.items():
+        times = (found.get(who) for who in ("backlight", "plain", "sdpa-efficient", "flex"))
+        cells = ("-" if each is None else f"{each['forward']:.2f}, {each['both']:.2f}" for each in times)
+        lines.append(f"| {shape.upper().replace('=', ' ').replace(',', ', ')} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     print(
         table(),
@@ -233,6 +250,6 @@ if __name__ == "__main__":
         variants_table(),
         training_table(),
         overhead_table(),
-        masks_table(),
+        pair_table(),
         sep="\n\n",
     )

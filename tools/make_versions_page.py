@@ -32,8 +32,16 @@ def cell(result: dict[str, Any] | None) -> str:
         return f"{len(result['rows'])} kernels" if result["ok"] else "**did not compile**"
     counts = result["counts"]
     bad = counts.get("failed", 0) + counts.get("error", 0)
-    words = f"{counts.get('passed', 0)} passed"
-    return words if result["ok"] else f"{words}, **{bad} failed**" if bad else "**broke off**"
+    if not result["ok"] and not bad:
+        return "**broke off**"
+    repaired = len(repairs(result))
+    words = f"{counts.get('passed', 0)} passed" + (f", {repaired} after a repair" if repaired else "")
+    return f"{words}, **{bad - repaired} failed**" if bad > repaired else words
+
+
+def repairs(result: dict[str, Any]) -> list[str]:
+    """Tests that failed and have passed since."""
+    return [test for test in result["failed"] if "again" in result and test not in result["again"]["failed"]]
 
 
 def runs(data: dict[str, Any]) -> list[str]:
@@ -51,7 +59,9 @@ def failures(data: dict[str, Any]) -> list[str]:
     lines = []
     for name in (each for each in ORDER if each in data):
         for part, result in data[name]["parts"].items():
-            lines += [f"* {name}, {part}: `{test}`" for test in result.get("failed", ())]
+            for test in result.get("failed", ()):
+                since = f", passes since at {result['again']['commit']}" if test in repairs(result) else ""
+                lines.append(f"* {name}, {part}: `{test}`{since}")
     return ["", "Failed:", "", *lines] if lines else []
 
 
@@ -67,7 +77,8 @@ def kernels(data: dict[str, Any]) -> list[str]:
     found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for name in (each for each in ORDER if each in data):
         versions, parts = data[name]["versions"], data[name]["parts"]
-        for row in parts.get("kernels", {}).get("rows", ()):
+        facts = parts.get("kernels", {"columns": [], "rows": []})
+        for row in (dict(zip(facts["columns"], values, strict=True)) for values in facts["rows"]):
             if row["kernel"] in MAIN:
                 found.setdefault((row["call"], row["kernel"]), {})[versions["triton"]] = row
     lines = [f"| call | kernel | Triton | {' | '.join(COLUMNS)} |", "|---" * (3 + len(COLUMNS)) + "|"]

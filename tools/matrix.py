@@ -4,6 +4,7 @@
     python tools/matrix.py torch-2.15 lowest             some environments
     python tools/matrix.py --part kernels --part cli     some parts of each
     python tools/matrix.py --part kernels --few          facts of some kernels: a third of them
+    python tools/matrix.py --again                       only the tests that the record has as failed
 
 Environments lie in .matrix/ (a few gigabytes each, made by uv from the public index alone) and stay there for the next time.
 Each result goes into docs/data/versions.json as it comes, in the place of an older one of the same environment and part;
@@ -52,10 +53,17 @@ class Environment:
     name: str
     torch: str = ""
     triton: str = ""
+    numpy: str = ""
+
+    @property
+    def pins(self) -> dict[str, str]:
+        """The versions it chooses itself, by package."""
+        return {name: version for name in ("torch", "triton", "numpy") if (version := getattr(self, name))}
 
 
 ENVIRONMENTS = (
-    Environment("torch-2.11", "2.11.0", "3.6.0"),
+    # the interpreter of Triton 3.6 makes numbers of arrays with one element, which NumPy refuses since 2.4
+    Environment("torch-2.11", "2.11.0", "3.6.0", numpy="2.3.5"),
     Environment("torch-2.12", "2.12.1", "3.7.1"),
     Environment("torch-2.13", "2.13.0", "3.7.1"),
     Environment("torch-2.14", "2.14.1", "3.8.0"),
@@ -84,9 +92,9 @@ PARTS: dict[str, list[str]] = {
 }
 
 
-def others(constraints: str) -> str:
-    """The pins without the two whose versions the environment chooses."""
-    return "".join(line for line in constraints.splitlines(True) if not re.match(r"(torch|triton)\b", line))
+def others(constraints: str, environment: Environment) -> str:
+    """The pins without those whose versions the environment chooses."""
+    return "".join(line for line in constraints.splitlines(True) if re.split(r"\W", line)[0] not in environment.pins)
 
 
 def installation(environment: Environment, python: Path, constraints: Path) -> list[str]:
@@ -95,7 +103,7 @@ def installation(environment: Environment, python: Path, constraints: Path) -> l
     if not environment.torch:
         # an installed version above its floor would be left as it is
         return [*into, "--upgrade", "--resolution", "lowest-direct"]
-    wanted = [f"torch=={environment.torch}", f"triton=={environment.triton}"]
+    wanted = [f"{name}=={version}" for name, version in environment.pins.items()]
     return [*into, "--constraints", str(constraints), *wanted]
 
 
@@ -108,7 +116,7 @@ def install(environment: Environment) -> Path:
         command = [uv(), "venv", "--no-config", "--quiet", "--python", PYTHON, str(place)]
         subprocess.run(command, check=True, cwd=ROOT, env=given)
     constraints = place / "constraints.txt"
-    constraints.write_text(others((ROOT / "constraints.txt").read_text()))
+    constraints.write_text(others((ROOT / "constraints.txt").read_text(), environment))
     subprocess.run(installation(environment, python, constraints), check=True, cwd=ROOT, env=given)
     return python
 
@@ -131,7 +139,8 @@ def outcome(code: int, output: str) -> dict[str, Any]:
     return {"ok": code == 0, "counts": counts, "failed": bad[:WORST_SHOWN]}
 
 
-def run_part(environment: Environment, python: Path, part: str, few: bool = False) -> dict[str, Any]:
+def run_part(environment: Environment, python: Path, part: str, few: bool = False, tests: Sequence[str] = ()) -> dict[str, Any]:
+    """What came of a part, or of some of its tests alone."""
     place = FOLDER / environment.name
     cache = place / ("cache-compiled" if part in SHARE_A_CACHE else f"cache-{part}")
     given = {**public(os.environ), "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache)}
@@ -141,7 +150,8 @@ def run_part(environment: Environment, python: Path, part: str, few: bool = Fals
         shutil.rmtree(cache, ignore_errors=True)
     found = place / "kernels.json"
     facts = [str(found), *(["--few"] if few else [])]
-    command = [str(python), *PARTS[part], *(facts if part == "kernels" else ["-p", "no:cacheprovider"])]
+    asked = pytest(*tests) if tests else PARTS[part]
+    command = [str(python), *asked, *(facts if part == "kernels" else ["-p", "no:cacheprovider"])]
     begin = time.monotonic()
     with (place / f"{part}.log").open("w+") as log:
         code = subprocess.run(command, cwd=ROOT, env=given, stdout=log, stderr=subprocess.STDOUT).returncode
@@ -154,7 +164,8 @@ def run_part(environment: Environment, python: Path, part: str, few: bool = Fals
     }
     if part == "kernels":
         rows = json.loads(found.read_text())["rows"] if code == 0 else []
-        return {"ok": code == 0, **result, "rows": rows}
+        # names once, not in every row
+        return {"ok": code == 0, **result, "columns": [*rows[0]] if rows else [], "rows": [[*row.values()] for row in rows]}
     return {**outcome(code, output), **result}
 
 
@@ -163,12 +174,27 @@ def commit() -> str:
     return run.stdout.strip() or "unknown"
 
 
+def results(data: Mapping[str, Any], name: str, found: Mapping[str, str]) -> dict[str, Any]:
+    """What is recorded of an environment, by part; nothing of one with other versions."""
+    old = data.get(name, {})
+    return old["parts"] if old.get("versions") == dict(found) else {}
+
+
 def merged(data: Mapping[str, Any], name: str, found: Mapping[str, str], part: str, result: Any) -> dict[str, Any]:
     """The record with one more result; results of an environment with other versions do not stay."""
-    old = data.get(name, {})
-    same = old.get("versions") == dict(found)
-    parts = {**(old.get("parts", {}) if same else {}), part: result}
+    parts = {**results(data, name, found), part: result}
     return {**data, name: {"versions": dict(found), "parts": parts}}
+
+
+def tried_again(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """A result whose failed tests ran once more, with those that still fail beside it; a run that broke off repairs none."""
+    all_passed = new["ok"] and "skipped" not in new["counts"]
+    failed = [] if all_passed else [test for test in old["failed"] if test in new["failed"]] or old["failed"]
+    return {**old, "again": {"failed": failed, "commit": new["commit"]}}
+
+
+def recorded() -> dict[str, Any]:
+    return json.loads(DATA.read_text()) if DATA.is_file() else {}
 
 
 def chosen(names: Sequence[str]) -> list[Environment]:
@@ -184,6 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("environments", nargs="*", help="names of environments (all)")
     parser.add_argument("--part", dest="parts", action="append", choices=PARTS, help="a part; may be repeated (all)")
     parser.add_argument("--few", action="store_true", help="the part kernels: some calls only")
+    parser.add_argument("--again", action="store_true", help="the tests that failed, once more; recorded beside the failure")
     parser.add_argument("--list", action="store_true", help="environments and parts, nothing is run")
     options = parser.parse_args(arguments)
     environments = chosen(options.environments)
@@ -196,10 +223,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         python = install(environment)
         found = versions(python)
         for part in options.parts or PARTS:
+            old = results(recorded(), environment.name, found).get(part, {})
+            if options.again and not old.get("failed"):
+                continue
             print(f"{environment.name}: {part}, log in .matrix/{environment.name}/{part}.log", flush=True)
-            result = run_part(environment, python, part, options.few)
-            data = json.loads(DATA.read_text()) if DATA.is_file() else {}
-            DATA.write_text(record(json.dumps(merged(data, environment.name, found, part, result))))
+            result = run_part(environment, python, part, options.few, old["failed"] if options.again else ())
+            kept = tried_again(old, result) if options.again else result
+            DATA.write_text(record(json.dumps(merged(recorded(), environment.name, found, part, kept))))
             told = result.get("counts") or f"{len(result.get('rows', ()))} kernels"
             print(f"{environment.name}: {part} {'ok' if result['ok'] else 'FAILED'}, {told}, {result['seconds']} s", flush=True)
             bad += not result["ok"]

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from backlight.api import Explanation, attention, attention_varlen, explain
     from backlight.attention_statistics import AttentionStatistics, statistics
     from backlight.errors import Unsupported
+    from backlight.slopes import alibi
     from backlight.spec import AttentionSpec
     from backlight.tangents import attention_jvp, attention_varlen_jvp
 
@@ -22,6 +23,7 @@ __all__ = [
     "Explanation",
     "Unsupported",
     "__version__",
+    "alibi",
     "attention",
     "attention_jvp",
     "attention_varlen",
@@ -42,7 +44,7 @@ HOMES = {
     "explain": "api",
 }
 # loaded by who asks for them
-LATER = {"AttentionStatistics": "attention_statistics", "statistics": "attention_statistics"}
+LATER = {"AttentionStatistics": "attention_statistics", "alibi": "slopes", "statistics": "attention_statistics"}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
@@ -12,13 +13,16 @@ from typing_extensions import Unpack
 
 from backlight import direct, operators, registry
 from backlight.arguments import shown
-from backlight.binding import Tensors, Window, bind, bind_like_before, mask_tensors, tensors_given
+from backlight.binding import Tensors, Window, bind, bind_like_before, flattened, mask_tensors, tensors_given
 from backlight.call import Call
 from backlight.contexts import Context, blocks, innermost
 from backlight.spec import LEARNED
 
 if TYPE_CHECKING:
-    from backlight.mask import Mask
+    import backlight.mask
+else:
+    # masks are loaded when somebody makes one, or asks for the type of `mask`
+    backlight = sys.modules["backlight"]
 
 # of the tiles that `explain` counts
 TILE = (128, 128)
@@ -36,7 +40,8 @@ class Options(TypedDict, total=False):
     sink: Tensor | None
     tau: Tensor | None
     gate: Tensor | None
-    mask: Mask | None
+    pair_bias: Tensor | None
+    mask: backlight.mask.Mask | None
     deterministic: bool | None
     backend: str | None
     context: Context | None
@@ -66,13 +71,17 @@ def attention(
     sink: Tensor | None = None,
     tau: Tensor | None = None,
     gate: Tensor | None = None,
-    mask: Mask | None = None,
+    pair_bias: Tensor | None = None,
+    mask: backlight.mask.Mask | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str | None = None,
     context: Context | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention, differentiable in every tensor argument, in memory linear in the lengths.
+
+    q, k, v, gate and the output may have five axes, [B, N, H, S, D]: the call is that of a batch of B * N. A pair_bias of five,
+    [B, 1 or N, H, S, S], then serves all N entries of its b without a copy.
 
     Args:
         q: [B, Hq, Sq, D], any strides; fp16, bf16, fp32 or fp64.
@@ -87,6 +96,8 @@ def attention(
         sink: [Hq] learned logit in the denominator.
         tau: [Hq] elastic softmax: weights are relu(p + tau / n), n = visible keys of the row; negative tau prunes.
         gate: [B, Hq, Sq, Dv]; the output is multiplied by sigmoid(gate).
+        pair_bias: [Bb, Hq or 1, Sq or 1, Sk] added to scores before they are masked; in the dtype of q or fp32, any strides. Bb
+            divides B: each entry serves B / Bb consecutive ones of the batch. -inf hides a pair. Not together with tau.
         mask: which rows see a key, by intervals of rows (`backlight.mask`), on top of causal and window.
         return_lse: also return the log-sum-exp of each row, differentiable.
         deterministic: bitwise repeatable backward; None follows torch.are_deterministic_algorithms_enabled().
@@ -106,7 +117,7 @@ def attention(
         "bias_origin": bias_origin,
     }
     rows, pos = (None, None) if mask is None else mask_tensors(mask)
-    tensors = (q, k, v, bias, sink, tau, gate, rows, pos, None, None)
+    tensors = (q, k, v, bias, sink, tau, gate, pair_bias, rows, pos, None, None)
     return _attend(tensors, options, False, return_lse, backend, context)
 
 
@@ -152,7 +163,8 @@ def attention_varlen(
     sink: Tensor | None = None,
     tau: Tensor | None = None,
     gate: Tensor | None = None,
-    mask: Mask | None = None,
+    pair_bias: Tensor | None = None,
+    mask: backlight.mask.Mask | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str | None = None,
@@ -165,6 +177,7 @@ def attention_varlen(
         cu_seqlens_q: [Z + 1] int32 or int64: sequence z owns rows cu_seqlens_q[z] .. cu_seqlens_q[z + 1] - 1.
         cu_seqlens_k: the same for keys; None = cu_seqlens_q. Sequences may be empty on either side.
         gate: [Tq, Hq, Dv].
+        pair_bias: None; packed sequences have no pairs of all rows and keys.
         mask: of one batch entry, its rows counted over all of q. The other keywords are those of `attention`; alignment and
             distances are per sequence.
 
@@ -180,7 +193,7 @@ def attention_varlen(
         "bias_origin": bias_origin,
     }
     rows, pos = (None, None) if mask is None else mask_tensors(mask)
-    tensors = (q, k, v, bias, sink, tau, gate, rows, pos, cu_seqlens_q, cu_seqlens_k)
+    tensors = (q, k, v, bias, sink, tau, gate, pair_bias, rows, pos, cu_seqlens_q, cu_seqlens_k)
     return _attend(tensors, options, True, return_lse, backend, context)
 
 
@@ -190,6 +203,8 @@ def _attend(
     """Both public calls: directly where nothing looks at them, through operators or a context elsewhere."""
     if return_lse is not True and return_lse is not False:
         raise _no_flag("return_lse", return_lse)
+    if not packed and isinstance(tensors[0], Tensor) and tensors[0].dim() == 5:
+        return _attend_grid(tensors, options, return_lse, backend, context)
     if context is not None or blocks:
         context = innermost(context)
     # a context checks it itself, so that the other ranks hear of it
@@ -204,10 +219,22 @@ def _attend(
         if context is None:
             y, lse = operators.attention(bind(tensors, options, packed), backend)
         else:
-            y, lse = context.attention(partial(bind, tensors, options, packed), backend)
+            y, lse = context.attention(partial(bind, tensors, options, packed, sharded=True), backend)
         if packed:
             y, lse = y[0].transpose(0, 1), lse[0]
     return (y, lse) if return_lse else y  # type: ignore[return-value]
+
+
+def _attend_grid(
+    tensors: Tensors, options: dict[str, Any], return_lse: bool, backend: str | None, context: Context | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Tensors of five axes, [B, N, H, S, D]."""
+    tensors, grid = flattened(tensors)
+    found = _attend(tensors, options, False, return_lse, backend, context)
+    if return_lse:
+        y, lse = found
+        return y.unflatten(0, grid), lse.unflatten(0, grid)
+    return found.unflatten(0, grid)  # type: ignore[union-attr]
 
 
 def _attend_packed(
@@ -277,7 +304,7 @@ def explain(
         call = bound()
         reasons = registry.refusals(call)
     else:
-        call, reasons = context.explain(bound, backend)
+        call, reasons = context.explain(partial(bound, sharded=True), backend)
     wanted = reasons if backend is None else {backend: reasons[backend]}
     chosen = next((name for name, why in wanted.items() if not why), None)
     tiles = _tile_shares(call) if call.rows is not None and context is None and not call.rows.is_meta else None
@@ -314,6 +341,8 @@ def _binding(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, optio
         raise TypeError("cu_seqlens_q must be given with cu_seqlens_k, got None")
     options = dict(options)
     tensors = tensors_given(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    if cu_seqlens_q is None and isinstance(q, Tensor) and q.dim() == 5:
+        tensors, _ = flattened(tensors)
     return partial(bind, tensors, options, cu_seqlens_q is not None)
 
 

@@ -50,12 +50,12 @@ def mask_tensors(mask: Any) -> tuple[Any, Any]:
     return mask.rows, mask.pos
 
 
-def bind(tensors: Tensors, options: dict[str, Any], packed: bool) -> Call:
-    """The call of batched tensors [B, H, S, D] or packed ones [T, H, D], checked."""
-    return bind_batched(_batch_of_one(tensors) if packed else tensors, options)
+def bind(tensors: Tensors, options: dict[str, Any], packed: bool, sharded: bool = False) -> Call:
+    """The call of batched tensors [B, H, S, D] or packed ones [T, H, D], checked; sharded: they are parts of longer ones."""
+    return bind_batched(_batch_of_one(tensors) if packed else tensors, options, sharded)
 
 
-def bind_batched(tensors: Tensors, options: dict[str, Any]) -> Call:
+def bind_batched(tensors: Tensors, options: dict[str, Any], sharded: bool = False) -> Call:
     """`bind` for tensors that are [B, H, S, D] already, packed sequences too."""
     q, k, v, *_ = tensors
     check_ranks({"q": q, "k": k, "v": v}, 4, "[B, H, S, D]")
@@ -67,7 +67,32 @@ def bind_batched(tensors: Tensors, options: dict[str, Any]) -> Call:
         raise TypeError(f"deterministic must be a bool or None, got {deterministic!r}")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    return check(call_with(spec, _autocast(tensors), deterministic))
+    return check(call_with(spec, _autocast(tensors), deterministic), sharded)
+
+
+def flattened(tensors: Tensors) -> tuple[Tensors, tuple[int, int]]:
+    """Tensors of five axes, [B, N, H, S, D], as those of a batch of B * N, and (B, N)."""
+    grid: tuple[int, int] = tuple(tensors[0].shape[:2])
+    named = dict(zip(TENSOR_NAMES, tensors, strict=True))
+    like_q = {each.name: x for each in TENSORS if (x := named[each.name]) is not None and each.like_q}
+    check_ranks(like_q, 5, "[B, N, H, S, D], as q has")
+    for name, x in like_q.items():
+        if tuple(x.shape[:2]) != grid:
+            raise ValueError(f"{name} must have the first two axes of q, {grid}, got {tuple(x.shape[:2])}")
+    changed = {name: x.flatten(0, 1) for name, x in like_q.items()}
+    if isinstance(pair_bias := named["pair_bias"], Tensor) and pair_bias.dim() == 5:
+        changed["pair_bias"] = _flattened_pairs(pair_bias, grid)
+    return tuple((named | changed).values()), grid
+
+
+def _flattened_pairs(pair_bias: Tensor, grid: tuple[int, int]) -> Tensor:
+    """[B, 1, H, S, S] -> [B, H, S, S], of which N consecutive entries share one; [B, N, H, S, S] -> [B * N, H, S, S]."""
+    own = tuple(pair_bias.shape[:2])
+    if own == grid:
+        return pair_bias.flatten(0, 1)
+    if own[1] != 1 or own[0] not in (1, grid[0]):
+        raise ValueError(f"the first two axes of pair_bias must be {(grid[0], 1)}, {(1, 1)} or {grid}, got {own}")
+    return pair_bias.select(1, 0)
 
 
 def _batch_of_one(tensors: Tensors) -> Tensors:

@@ -30,12 +30,14 @@ class Part:
     What a part returns is still to be summed, so y, u, dq, dk and dv come back in the accumulator dtype. An elastic part cannot
     find the normaliser of the whole row in its own keys, so it is given; a forward with `lse` returns that same lse.
 
-    lse: [B,Hq,Sq] over all parts, sink included; None without tau.
-    n:   int32: visible keys of each row over all parts, [Sq]; with a mask, [B|1,Hq|1,Sq]; None without tau.
+    lse:  [B,Hq,Sq] over all parts, sink included; None without tau.
+    n:    int32: visible keys of each row over all parts, [Sq]; with a mask, [B|1,Hq|1,Sq]; None without tau.
+    tlse: the tangent of lse, for tangents of an elastic part, which are summands then.
     """
 
     lse: Tensor | None = None
     n: Tensor | None = None
+    tlse: Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +56,7 @@ class Call:
     sink: Tensor | None = None
     tau: Tensor | None = None
     gate: Tensor | None = None
+    pair_bias: Tensor | None = None
     rows: Tensor | None = None
     pos: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
@@ -87,6 +90,11 @@ class Call:
     def group(self) -> int:
         """r = Hq / Hkv: query heads per key/value head."""
         return self.q.shape[1] // max(1, self.k.shape[1])
+
+    @property
+    def sharing(self) -> int:
+        """Consecutive batch entries that share an entry of the pair bias; 1 without one."""
+        return 1 if self.pair_bias is None else self.q.shape[0] // max(1, self.pair_bias.shape[0])
 
     @property
     def scale(self) -> float:
@@ -162,6 +170,20 @@ def tensors_of(call: Call) -> tuple[Tensor | None, ...]:
     """All tensors; borders of keys that are those of the rows stand there once."""
     found = all_tensors(call)
     return found if found[-1] is not found[-2] else (*found[:-1], None)
+
+
+def check_pair_sizes(pair_bias: Tensor, sizes: tuple[int, ...]) -> None:
+    """Raises unless a pair bias fits a call of these sizes: batch, query heads, rows, keys."""
+    batch, heads, rows, keys = sizes
+    shape = tuple(pair_bias.shape)
+    fits = len(shape) == 4 and shape[1] in (1, heads) and shape[2] in (1, rows) and shape[3] == keys
+    if not (fits and (shape[0] == batch or (shape[0] > 0 and batch % shape[0] == 0))):
+        wanted = f"[a divisor of {batch}, {one_or(heads)}, {one_or(rows)}, {keys}] (batch, query heads, rows, keys)"
+        raise ValueError(f"pair_bias must be {wanted}, got shape {shape}")
+
+
+def one_or(size: int) -> str:
+    return "1" if size == 1 else f"1 or {size}"
 
 
 class Memory(dict[tuple[Any, ...], Known]):

@@ -19,7 +19,17 @@ from torch import Tensor
 
 from backlight.call import Call
 from backlight.problems.axes import Sizes
-from backlight.problems.draw import borders, call_of, mask_terms, normal, parameter_dtype, repeated, settle, terms_to_draw
+from backlight.problems.draw import (
+    borders,
+    call_of,
+    mask_terms,
+    normal,
+    pair_bias_term,
+    parameter_dtype,
+    repeated,
+    settle,
+    terms_to_draw,
+)
 from backlight.problems.kink import KINK_MARGIN
 from backlight.problems.kink import margin as kink_margin
 from backlight.spec import PER_HEAD, AttentionSpec
@@ -34,7 +44,8 @@ REDRAWS = 100
 @dataclass(frozen=True)
 class Case:
     """One problem. Lengths (`lengths_q`) make it packed and then replace b, sq and sk; tau is repeated over the heads, and
-    so is a sink that is not drawn. `mask` names how intervals are drawn, `mask_of` the axes along which they differ."""
+    so is a sink that is not drawn. `mask` names how intervals are drawn, `mask_of` the axes along which they differ;
+    `pair_bias` says what that one is like (`draw.PAIR_WORDS`)."""
 
     name: str
     b: int = 2
@@ -53,6 +64,7 @@ class Case:
     sink: bool | tuple[float, ...] = False
     tau: tuple[float, ...] | None = None
     gate: bool = False
+    pair_bias: tuple[str, ...] | None = None
     mask: str | None = None
     mask_of: tuple[str, ...] = ("batch", "heads")
     pos: bool = False
@@ -77,6 +89,7 @@ class Case:
             sink=bool(self.sink),
             tau=self.tau is not None,
             gate=self.gate,
+            pair_bias=self.pair_bias is not None,
             rows=self.mask is not None,
             pos=self.pos,
         )
@@ -113,6 +126,8 @@ class Case:
 
     def _draw(self, dtype: torch.dtype, seed: int, device: torch.device | str) -> Problem:
         chosen = self.chosen(dtype, device)
+        if self.pair_bias is not None:
+            chosen["pair_bias"] = pair_bias_term(self.sizes, self.pair_bias, dtype, seed).to(device)
         names = ("q", "k", "v", *terms_to_draw(self.spec, chosen), "dy", *(("dlse",) if self.dlse else ()))
         drawn = normal(self.sizes, names, dtype=dtype, seed=seed, wide=FP64)
         drawn["q"] = drawn["q"] * self.logits
@@ -333,6 +348,43 @@ MASKS = (
     Case("mask,pos,varlen,causal", mask="run", pos=True, lengths_q=(12, 50), lengths_k=(60, 20), causal=True, sink=True),
 )
 
+OWN = ("batch", "heads", "rows")
+NO_PAIRS = ("tau", "varlen")
+MANY: dict[str, Any] = {"pair_bias": ("pairs", "heads", "rows"), "mask": "two runs", "dv": 24}
+PAIR_BIAS = (
+    Case("pair", pair_bias=("heads", "rows"), dtypes=EVERY_DTYPE),
+    *(compose(name, name=f"pair+{name}", pair_bias=("pairs", "heads", "rows")) for name in FEATURES if name not in NO_PAIRS),
+    *(
+        compose(*(f for f in FEATURES if f not in (other, *NO_PAIRS)), name=f"pair,everything,{shape}", b=4, **MANY)
+        for other, shape in (("sq>sk", "sq<sk"), ("sq<sk", "sq>sk"))
+    ),
+    *(
+        Case(f"pair,{'+'.join(of) or 'keys'}", b=4, hq=4, sq=33, sk=40, causal=True, pair_bias=of, dtypes=EVERY_DTYPE)
+        for size in range(4)
+        for of in itertools.combinations(OWN, size)
+    ),
+    Case("pair,two entries share", b=4, hq=4, pair_bias=("pairs", "heads", "rows")),
+    Case("pair,two entries share a row", b=4, hq=4, pair_bias=("pairs",), mask="two runs"),
+    Case("pair,mask", pair_bias=("heads", "rows"), mask="two runs", dlse=True),
+    Case("pair,mask,pos,sink", pair_bias=OWN, mask="run", pos=True, sink=True, dlse=True),
+    Case("pair,hidden", pair_bias=("heads", "rows", "hidden"), dlse=True, dtypes=EVERY_DTYPE),
+    Case("pair,hidden,sink", pair_bias=("heads", "rows", "hidden"), sink=True, dlse=True, gate=True),
+    Case("pair,hidden,own,gqa", hq=8, pair_bias=(*OWN, "hidden"), causal=True, softcap=1.5),
+    Case("pair,hidden,mask", pair_bias=("pairs", "heads", "rows", "hidden"), mask="documents", bias=24, bias_origin=7),
+    Case("pair,hidden,keys", b=4, pair_bias=("batch", "hidden"), sq=47, sk=83),
+    Case("pair,wide", pair_bias=("heads", "rows", "wide"), dtypes=EVERY_DTYPE),
+    Case("pair,wide,own,hidden", pair_bias=(*OWN, "wide", "hidden"), causal=True),
+    Case("pair,strided", pair_bias=("heads", "rows", "strided"), sq=47, sk=83),
+    Case("pair,strided,own,gqa", hq=8, pair_bias=(*OWN, "strided"), causal=True),
+    *(Case(f"pair,s={s}", b=4, sq=s, sk=s, d=32, pair_bias=("pairs", "heads", "rows")) for s in (1, 63, 64, 127, 200)),
+    *(Case(f"pair,sq={sq},sk={sk}", pair_bias=("heads", "rows"), sq=sq, sk=sk) for sq, sk in ((1, 127), (127, 1), (200, 63))),
+    Case("pair,rows without keys", pair_bias=("heads", "rows"), causal=True, sq=90, sk=20, dlse=True),
+    Case("pair,d=256", b=1, pair_bias=("heads", "rows"), d=256, causal=True),
+    Case("pair,d=40,dv=8", pair_bias=("heads", "rows"), d=40, dv=8),
+    Case("pair,sq=0", pair_bias=("heads",), sq=0, dlse=True),
+    Case("pair,sk=0", pair_bias=("heads", "rows"), sk=0, sink=True, dlse=True),
+)
+
 CASES: tuple[Case, ...] = (
     *SINGLES,
     *PAIRS,
@@ -346,6 +398,7 @@ CASES: tuple[Case, ...] = (
     *NUMERICS,
     *EXTREMES,
     *MASKS,
+    *PAIR_BIAS,
 )
 BY_NAME = {case.name: case for case in CASES}
 

@@ -11,15 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight.call import DTYPES, Call
+from backlight.call import DTYPES, Call, check_pair_sizes, one_or
 from backlight.spec import TERMS, Input
 
 
-def check(call: Call) -> Call:
-    """Returns the call if all is right that needs no arithmetic to tell. q, k and v are tensors of the right rank already."""
+def check(call: Call, sharded: bool = False) -> Call:
+    """Returns the call if all is right that needs no arithmetic to tell. q, k and v are tensors of the right rank already.
+
+    sharded: q, k and v are parts of longer sequences, whose lengths are not known here.
+    """
     _check_tensors(call)
     _check_shapes(call)
     _check_terms(call)
+    if call.pair_bias is not None and not sharded:
+        check_pair_sizes(call.pair_bias, (*call.q.shape[:3], call.k.shape[2]))
     if call.cu_seqlens_q is not None:
         _check_cu_seqlens(call)
     return call
@@ -129,7 +134,7 @@ def _check_ends(term: Input, tensor: Tensor, call: Call) -> None:
     shape = tuple(tensor.shape)
     fits = len(shape) == 4 and shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2] in (2, 4) and shape[3] == keys
     if not fits:
-        wanted = f"[{_or_one(batch)}, {_or_one(heads)}, 2 or 4, {keys}]"
+        wanted = f"[{one_or(batch)}, {one_or(heads)}, 2 or 4, {keys}]"
         raise ValueError(f"{NAMED[term.name]} must be {wanted} (batch, query heads, ends, keys), got shape {shape}")
 
 
@@ -137,11 +142,16 @@ def _check_positions(term: Input, tensor: Tensor, call: Call) -> None:
     batch, _, rows, _ = call.q.shape
     shape = tuple(tensor.shape)
     if not (len(shape) == 2 and shape[0] in (1, batch) and shape[1] == rows):
-        raise ValueError(f"{NAMED[term.name]} must be [{_or_one(batch)}, {rows}] (batch, rows of q), got shape {shape}")
+        raise ValueError(f"{NAMED[term.name]} must be [{one_or(batch)}, {rows}] (batch, rows of q), got shape {shape}")
 
 
-def _or_one(size: int) -> str:
-    return "1" if size == 1 else f"1 or {size}"
+def _check_pairs(term: Input, tensor: Tensor, call: Call) -> None:
+    if call.cu_seqlens_q is not None:
+        raise ValueError(f"{term.name} must be None where sequences are packed: it belongs to rows and keys of a batch")
+    if tensor.dtype not in (call.q.dtype, torch.float32):
+        raise TypeError(f"{term.name} must have the dtype of q, {call.q.dtype}, or float32, got {tensor.dtype}")
+    if call.tau is not None:
+        raise ValueError(f"tau counts visible keys, of which {term.name} may hide any with -inf: give one of the two, got both")
 
 
 # what the caller knows as one argument
@@ -151,6 +161,7 @@ SHAPES = {
     ("heads",): _check_per_head,
     ("heads", "distances"): _check_table,
     ("batch", "heads", "rows", "values"): _check_like_output,
+    ("batch", "heads", "rows", "keys"): _check_pairs,
     ("batch", "heads", "ends", "keys"): _check_ends,
     ("batch", "rows"): _check_positions,
 }

@@ -27,6 +27,12 @@ class Context(Protocol):
         """(y, lse) of this process' rows, differentiable; `bind()` makes the call they belong to, or raises."""
         ...
 
+    def attention_jvp(
+        self, bind: Callable[[], tuple[Call, tuple[Tensor | None, ...]]], backend: str | None
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """((y, lse), (ty, tlse)) of this process' rows; `bind()` makes the call and its tangents."""
+        ...
+
     def explain(self, bind: Callable[[], Call], backend: str | None) -> tuple[Call, dict[str, tuple[str, ...]]]:
         """A call such as a backend of this process would get, and every backend's reasons against it."""
         ...

@@ -6,14 +6,12 @@ call. Whoever asks for it must hear it: autograd takes a derivative that nobody 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-
-from backlight._private.torch import forward_mode
 
 NO_THIRD = (
     "backlight.attention has no third derivative: derivatives of its tangent and its gradients cannot be differentiated again"
@@ -27,11 +25,8 @@ NO_TANGENT_IN_GRAPH = (
     "backlight.attention_jvp inside it"
 )
 NO_SECOND_SHARDED = (
-    "backlight.attention has no second derivative under context parallel: gradients of a sharded call cannot be differentiated "
-    "again, as a Hessian, a Hessian-vector product and a gradient penalty need"
-)
-NO_TANGENT_SHARDED = (
-    "backlight.attention has no forward-mode derivative under context parallel (jvp, jacfwd, linearize); use reverse mode"
+    "backlight.attention has no second derivative under context parallel: gradients and tangents of a sharded call cannot be "
+    "differentiated again, as a Hessian, a Hessian-vector product and a gradient penalty need"
 )
 
 
@@ -42,14 +37,6 @@ def refuse(sentence: str) -> Callable[..., NoReturn]:
         raise NotImplementedError(sentence)
 
     return refused
-
-
-def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
-    """Before a sharded call: threads of a simulation would take tangents for part of what they compute."""
-    if forward_mode._current_level < 0:
-        return
-    if any(x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(NO_TANGENT_SHARDED)
 
 
 class Guard(torch.autograd.Function):
@@ -80,7 +67,7 @@ class _Once(torch.autograd.Function):
         return backward(outer, *tensors[:count])
 
     backward = staticmethod(refuse(NO_SECOND_SHARDED))
-    jvp = staticmethod(refuse(NO_TANGENT_SHARDED))
+    jvp = staticmethod(refuse(NO_SECOND_SHARDED))
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -72,6 +72,14 @@ def visible_heads(call: Call, segment: Segment) -> Tensor:
     return torch.stack([visible(call, segment, h) for h in range(heads)])
 
 
+def unhidden_heads(call: Call, segment: Segment) -> Tensor:
+    """`visible_heads` without the pairs that a pair bias of -inf hides; bool [Hq or 1, Sq, Sk]."""
+    seen = visible_heads(call, segment)
+    if call.pair_bias is None:
+        return seen
+    return seen & (call.pair_bias[segment.batch // call.sharing] > -torch.inf)
+
+
 def visible_whole(call: Call) -> Tensor:
     """Dense visibility of a whole call, bool [B, Hq or 1, Sq, Sk]; of packed sequences a block matrix."""
     heads = 1 if call.rows is None else call.rows.shape[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from backlight.batching import HEADS, fold, unfold
+from backlight.batching import HEADS, fold, unfold, unfold_gradient
 from backlight.spec import LEARNED, TENSOR_NAMES
 
 # a tangent has the axes of what it is the tangent of: y, lse, u, ty, tlse, tu, and gradients at y, lse, ty, tlse
@@ -20,7 +20,12 @@ def attention_jvp(run: Callable[..., Any], size: int, in_dims: tuple[Any, ...], 
 
 def attention_second(run: Callable[..., Any], size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
     grads = run(*_folded((*LEARNED, *RESULTS, *INCOMING), 1, size, in_dims, args))
-    return _unfolded((*LEARNED, *LEARNED), size, grads)
+    # tangents come right after the tensors and scalars of the call
+    tangents = len(args) - 1 - len((*LEARNED, *RESULTS, *INCOMING))
+    places = (*range(len(LEARNED)), *range(tangents, tangents + len(LEARNED)))
+    of = zip((*LEARNED, *LEARNED), grads, [args[i] for i in places], [in_dims[i] for i in places], strict=True)
+    results = [unfold_gradient(name, x, size, given, axis) for name, x, given, axis in of]
+    return tuple(x for x, _ in results), tuple(axis for _, axis in results)
 
 
 def _folded(names: tuple[str, ...], last: int, size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> list[Any]:

@@ -56,7 +56,8 @@ class Input:
     axes:     what its axes count: batch, heads (of queries), kv_heads, rows, keys, dim, values, distances, ends, borders.
     optional: the call may come without it.
     learned:  it has a gradient; otherwise it counts something, and batch and heads may be 1 for all alike.
-    like_q:   it has the dtype of q; otherwise any floating-point dtype or, where it is not learned, an integer one.
+    like_q:   it has the dtype of q; otherwise any floating-point dtype or, where it is not learned, an integer one. (An entry
+              for every pair of row and key is large: it has the dtype of q or fp32.)
     """
 
     name: str
@@ -67,8 +68,14 @@ class Input:
 
     @property
     def sequence(self) -> str | None:
-        """ "rows" or "keys" where it has an entry for each: packed sequences and shards of a sequence cut it."""
-        return next((axis for axis in ("rows", "keys") if axis in self.axes), None)
+        """ "rows" or "keys" where it has an entry for each: packed sequences and shards of a sequence cut it. None for what
+        has an entry for every pair of them."""
+        return None if self.of_pairs else next((axis for axis in ("rows", "keys") if axis in self.axes), None)
+
+    @property
+    def of_pairs(self) -> bool:
+        """It has an entry for every pair of row and key; batch, heads and rows may be fewer (`Call.sharing`)."""
+        return {"rows", "keys"} <= {*self.axes}
 
 
 # terms that a call may have, in the order of every signature; those that are not learned come last
@@ -77,6 +84,7 @@ TERMS = (
     Input("sink", ("heads",)),
     Input("tau", ("heads",)),
     Input("gate", ("batch", "heads", "rows", "values"), like_q=True),
+    Input("pair_bias", ("batch", "heads", "rows", "keys")),
     Input("rows", ("batch", "heads", "ends", "keys"), learned=False),
     Input("pos", ("batch", "rows"), learned=False),
 )
@@ -98,6 +106,8 @@ assert TENSOR_NAMES[: len(LEARNED)] == LEARNED, "tensors with a gradient come be
 PER_HEAD = tuple(term.name for term in TERMS if term.axes[0] == "heads")
 # those with rows or keys and columns for each, and which of the two
 SEQUENCE_OF = {each.name: each.sequence for each in TENSORS if each.sequence is not None and each.learned}
+# those with an entry for every pair of row and key
+OF_PAIRS = tuple(term.name for term in TERMS if term.of_pairs)
 # what a call may have that a backend must know; a backend declares its own (`Backend.takes`), the registry refuses the rest
 FEATURES = ("causal", "window", "softcap", *TERM_NAMES, "packed", "part")
 
@@ -120,6 +130,8 @@ class AttentionSpec:
     tau:         elastic softmax: weights become relu(p + tau / n) with a learned tau [Hq] and n the number of visible keys of
                  the row. Negative tau prunes: keys with p <= -tau / n are dropped. Positive tau adds uniform attention.
     gate:        the output is multiplied by sigmoid(gate), gate shaped like the output.
+    pair_bias:   a learned logit [Bb, Hq|1, Sq|1, Sk] is added after softcap and bias, before masks. Bb divides B: each entry
+                 serves B / Bb consecutive ones of the batch. -inf hides a pair but not from n: not together with tau.
     rows:        a mask by row intervals [B|1, Hq|1, 2 or 4, Sk]: key j is seen by rows first_j <= i < end_j, or by those of a
                  second interval, and by none that causal, window or a border hides from it.
     pos:         the intervals are compared with pos_i [B|1, Sq] instead of i; causal, window and borders are not.
@@ -134,6 +146,7 @@ class AttentionSpec:
     sink: bool = False
     tau: bool = False
     gate: bool = False
+    pair_bias: bool = False
     rows: bool = False
     pos: bool = False
 

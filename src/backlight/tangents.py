@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -10,9 +11,9 @@ from typing_extensions import Unpack
 from backlight import second_operators
 from backlight.api import Options, check_backend
 from backlight.arguments import check_device, check_flag, check_tensor
-from backlight.binding import batched, bind, tensors_given
+from backlight.binding import Tensors, batched, bind, flattened, tensors_given
+from backlight.call import Call
 from backlight.contexts import innermost
-from backlight.derivatives import NO_TANGENT_SHARDED
 from backlight.spec import LEARNED, SEQUENCE_OF
 
 
@@ -23,6 +24,7 @@ class JvpOptions(Options, total=False):
     tsink: Tensor | None
     ttau: Tensor | None
     tgate: Tensor | None
+    tpair_bias: Tensor | None
 
 
 def attention_jvp(
@@ -44,7 +46,7 @@ def attention_jvp(
     Args:
         q, k, v: as in `attention`.
         tq, tk, tv: tangents of q, k and v: shape, dtype and device of theirs; None is zero and costs nothing.
-        tbias, tsink, ttau, tgate: tangents of the terms of that name.
+        tbias, tsink, ttau, tgate, tpair_bias: tangents of the terms of that name.
         return_lse: also return the log-sum-exp and its tangent. The other keywords are those of `attention`.
 
     Returns:
@@ -80,24 +82,41 @@ def _attend(
     check_flag("return_lse", return_lse)
     backend = options.pop("backend", None)
     check_backend(backend)
-    if innermost(options.pop("context", None)) is not None:
-        raise NotImplementedError(NO_TANGENT_SHARDED)
+    context = innermost(options.pop("context", None))
     tangents = (*tangents, *[options.pop(f"t{name}", None) for name in LEARNED[3:]])
     packed = borders is not None
     cu_seqlens_q, cu_seqlens_k = borders or (None, None)
     given = tensors_given(*inputs, cu_seqlens_q, cu_seqlens_k, options)
-    call = bind(given, options, packed)
-    primals = given[: len(LEARNED)]
-    for name, x, t in zip(LEARNED, primals, tangents, strict=True):
-        _check(name, x, t)
-    laid = [batched(t) if packed and name in SEQUENCE_OF else t for name, t in zip(LEARNED, tangents, strict=True)]
-    # autocast has cast the primals
-    cast = [None if t is None else t.to(getattr(call, name).dtype) for name, t in zip(LEARNED, laid, strict=True)]
-    (y, lse), (ty, tlse) = second_operators.attention_jvp(call, tuple(cast), backend)
+    grid: tuple[int, ...] = ()
+    if not packed and isinstance(given[0], Tensor) and given[0].dim() == 5:
+        flat, grid = flattened(given)
+        for name, x, t in zip(LEARNED, given[: len(LEARNED)], tangents, strict=True):
+            _check(name, x, t)
+        pairs = zip(flat[: len(LEARNED)], tangents, strict=True)
+        given, tangents = flat, tuple(None if t is None else t.reshape(x.shape) for x, t in pairs)
+    bound = partial(_bound, given, tangents, options, packed)
+    if context is None:
+        (y, lse), (ty, tlse) = second_operators.attention_jvp(*bound(), backend)
+    else:
+        (y, lse), (ty, tlse) = context.attention_jvp(partial(bound, sharded=True), backend)
     if packed:
         y, ty = (x[0].transpose(0, 1) for x in (y, ty))
         lse, tlse = lse[0], tlse[0]
+    if grid:
+        y, lse, ty, tlse = (x.unflatten(0, grid) for x in (y, lse, ty, tlse))
     return ((y, lse), (ty, tlse)) if return_lse else (y, ty)
+
+
+def _bound(
+    given: Tensors, tangents: tuple[Tensor | None, ...], options: dict[str, Any], packed: bool, sharded: bool = False
+) -> tuple[Call, tuple[Tensor | None, ...]]:
+    """The call and its tangents, checked, as [B, H, S, D]."""
+    call = bind(given, options, packed, sharded)
+    for name, x, t in zip(LEARNED, given[: len(LEARNED)], tangents, strict=True):
+        _check(name, x, t)
+    laid = [batched(t) if packed and name in SEQUENCE_OF else t for name, t in zip(LEARNED, tangents, strict=True)]
+    # autocast has cast the primals
+    return call, tuple(None if t is None else t.to(getattr(call, name).dtype) for name, t in zip(LEARNED, laid, strict=True))
 
 
 def _check(name: str, primal: Tensor | None, tangent: Any) -> None:

@@ -241,63 +241,7 @@ def test_an_uncapturable_graph_leaves_the_other_phases(tmp_path: Path) -> None:
     assert set(rows["backlight"]["untimed"]) == {"graph forward"}
 
 
-# --- suites --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", suites.SUITES)
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_suites_are_what_the_protocol_says(name: str, device: str) -> None:
-    found = suites.suite(name, torch.device(device))
-    ids = [workload.id for workload in found.workloads]
-    assert len(set(ids)) == len(ids)
-    assert found.contenders[0] == "backlight"
-    assert all(adapter(peer).name == peer for peer in found.contenders)
-
-
-def test_plain_covers_the_grid() -> None:
-    found = suites.suite("plain", torch.device("cuda"))
-    shapes = {(w.case.d, w.case.sq, w.case.causal) for w in found.workloads}
-    assert shapes == {(d, s, c) for d in (64, 128, 256) for s in suites.LENGTHS for c in (True, False)}
-    assert all(w.case.b * w.case.sq == 32768 and w.case.hq * w.case.d == 2048 for w in found.workloads)
-    assert {"sdpa-flash", "sdpa-cudnn", "flex", "fa3"} <= set(found.contenders)
-    quick = suites.suite("plain", torch.device("cuda"), quick=True)
-    assert {w.case.sq for w in quick.workloads} == {512, 2048, 8192, 16384}
-
-
-def test_variants_cover_what_nobody_else_differentiates() -> None:
-    cases = [workload.case for workload in suites.suite("variants", torch.device("cuda")).workloads]
-    assert any(case.window == (1023, 0) for case in cases)
-    assert any(case.hq == 8 * case.hkv for case in cases)
-    assert any(case.varlen and sum(case.lengths_q) == 32768 for case in cases)
-    assert any(case.bias == 512 and case.tau is None for case in cases)
-    assert any(case.bias == 512 and case.tau is not None for case in cases)
-    for name in ("sink", "softcap", "gate"):
-        assert any(getattr(case, name) for case in cases)
-
-
-def test_every_variant_has_plain_of_its_shape_beside_it() -> None:
-    for device in ("cuda", "cpu"):
-        suite = suites.suite("variants", torch.device(device))
-        by_id = {workload.id: workload.case for workload in suite.workloads}
-        for case in by_id.values():
-            plain_id = suite.plain.get(f"{case.name}/{'bf16' if device == 'cuda' else 'fp32'}")
-            if plain_id is None:
-                assert case.varlen or case.name.startswith("causal")
-                continue
-            plain = by_id[plain_id]
-            shape = ("b", "hq", "sq", "sk", "d", "causal")
-            assert [getattr(plain, x) for x in shape] == [getattr(case, x) for x in shape]
-            assert (plain.hkv, plain.bias, plain.tau, plain.sink, plain.window) == (plain.hq, None, None, False, (None, None))
-
-
-def test_the_published_shape_is_among_the_variants() -> None:
-    """B4 H16 L4096 D64 with a table of 4096: where the elastic softmax was published at 4.5 times softmax attention."""
-    suite = suites.suite("variants", torch.device("cuda"))
-    (found,) = (w for w in suite.workloads if w.case.bias == 4096)
-    case = found.case
-    assert (case.b, case.hq, case.sq, case.d, case.tau) == (4, 16, 4096, 64, (-1.0,))
-    assert found.dtype == torch.bfloat16
-    assert found.id in suite.plain
+# --- what a row holds ----------------------------------------------------------------------------------------------------
 
 
 def test_ours_on_plain_is_raced_beside_a_variant(tmp_path: Path) -> None:
@@ -335,20 +279,6 @@ def test_long_lengths_of_the_memory_suite_take_the_verdict_of_short_ones(
     rows = by_name(run(adapter("backlight"), suite=replace(SUITE, kind=MEMORY, phases=()), path=tmp_path / "run.json"))
     assert rows["backlight"]["gate"]["status"] == "not judged"
     assert "times" not in rows["backlight"]
-
-
-def test_cpu_and_memory_hold_the_bars() -> None:
-    ids = {workload.id for workload in suites.suite("cpu", CPU).workloads}
-    assert {"causal,s=4096/fp32", "full,s=4096/fp32", "causal,s=4096/bf16", "lazy,s=4096/fp32"} <= ids
-    ids = {workload.id for workload in suites.suite("memory", CPU).workloads}
-    assert {"causal,s=16384/fp32", "causal,s=16384/bf16"} <= ids
-
-
-def test_cases_are_found_by_name_or_id() -> None:
-    assert suites.find("plain,d=64,s=512,causal", CPU).case.sq == 512
-    assert suites.find("causal,s=4096/bf16", CPU).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="no case is called 'causal,s=3'; close to it: causal,s="):
-        suites.find("causal,s=3", CPU)
 
 
 # --- profile -------------------------------------------------------------------------------------------------------------
@@ -433,7 +363,10 @@ def test_compare_names_regressions_and_exits_with_1(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nothing"], "no suite is called 'nothing'; there are plain, variants, terms, masks, cpu, smoke, memory, overhead"),
+        (
+            ["nothing"],
+            "no suite is called 'nothing'; there are plain, variants, terms, masks, pair, cpu, smoke, memory, overhead",
+        ),
         (["smoke", "--contenders", "nobody"], "no contender is called 'nobody'"),
         (["smoke", "--device", "abacus"], "--device must be auto or a torch device"),
         (["--profile", "nothing"], "no case is called 'nothing'"),

@@ -50,10 +50,27 @@ configs = st.none() | st.builds(
 )
 
 
+DRAWN = given(
+    case=drawn_cases(), dtype=st.sampled_from([FP32, FP32, BF16, FP16, FP64]), config=configs, seed=st.integers(0, 99)
+)
+
+
+@pytest.mark.parametrize("backend", registry.names())
+@settings(max_examples=40)
+@DRAWN
+def test_drawn_case(backend: str, case: Case, dtype: torch.dtype, config: Config | None, seed: int) -> None:
+    examine(backend, case, dtype, config, seed)
+
+
+@pytest.mark.later
 @pytest.mark.parametrize("backend", registry.names())
 @settings(max_examples=120)
-@given(case=drawn_cases(), dtype=st.sampled_from([FP32, FP32, BF16, FP16, FP64]), config=configs, seed=st.integers(0, 99))
-def test_drawn_case(backend: str, case: Case, dtype: torch.dtype, config: Config | None, seed: int) -> None:
+@DRAWN
+def test_many_drawn_cases(backend: str, case: Case, dtype: torch.dtype, config: Config | None, seed: int) -> None:
+    examine(backend, case, dtype, config, seed)
+
+
+def examine(backend: str, case: Case, dtype: torch.dtype, config: Config | None, seed: int) -> None:
     problem = case.make(dtype, seed)
     if registry.why_not(registry.get(backend), problem.call):
         return

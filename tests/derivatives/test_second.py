@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from dense import dense, learned
-from test_tangent import CLOSE, TILES, error, finite, tangents_of
+from test_tangent import CLOSE, PAIRS, TILES, error, finite, tangents_of
 from torch import Tensor
 from torch.func import jvp
 
@@ -70,7 +70,7 @@ def test_every_case(case: Case) -> None:
     assert_all_close(found, truth(call, tangents, cotangents))
 
 
-@pytest.mark.parametrize("case", [*SINGLES, *TOGETHER, BY_NAME["mask,pos,two runs,tau"]], ids=case_id)
+@pytest.mark.parametrize("case", [*SINGLES, *TOGETHER, *PAIRS, BY_NAME["mask,pos,two runs,tau"]], ids=case_id)
 def test_several_tiles(case: Case) -> None:
     call = case.make(FP64).call
     tangents, cotangents = tangents_of(learned(call)), cotangents_of(call)
@@ -79,7 +79,7 @@ def test_several_tiles(case: Case) -> None:
     assert_all_close(found, truth(call, tangents, cotangents))
 
 
-@pytest.mark.parametrize("name", ["everything,batched,sq<sk", "everything,sq>sk", "softcap+sink"])
+@pytest.mark.parametrize("name", ["everything,batched,sq<sk", "everything,sq>sk", "softcap+sink", "pair,everything,sq<sk"])
 def test_any_subset(name: str) -> None:
     """Of tangents, of gradients that come in, and of those that are asked for."""
     call = small(BY_NAME[name]).make(FP64).call
@@ -101,6 +101,7 @@ def test_any_subset(name: str) -> None:
 # --- through the public calls ------------------------------------------------------------------------------------------------
 
 PUBLIC = ("plain", "causal+gqa", "softcap+bias", "everything,batched,sq<sk", "everything,sq>sk", "mask,pos,two runs,tau")
+PUBLIC = (*PUBLIC, "pair,everything,sq<sk", "pair,keys", "pair,hidden,sink")
 
 
 def double_backward(function, inputs: dict[str, Tensor], dy: Tensor, dlse: Tensor, hats: dict[str, Tensor]) -> list[Tensor]:
@@ -192,7 +193,9 @@ def test_memory_is_linear() -> None:
     assert error(call.q, call.q.double()) == 0
 
 
-@pytest.mark.parametrize("name", ["causal+gqa", "softcap+sink", "bias+tau", "everything,batched,sq<sk"])
+@pytest.mark.parametrize(
+    "name", ["causal+gqa", "softcap+sink", "bias+tau", "everything,batched,sq<sk", "pair,two entries share"]
+)
 def test_rounding(name: str) -> None:
     """In fp32 near the truth, by the size of what is summed."""
     problem = BY_NAME[name].make(FP32)

@@ -30,7 +30,9 @@ def finite(case: Case) -> bool:
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 SMALL = [small(case) for case in CASES if finite(case)]
-SEVERAL = (*SINGLES, *TOGETHER, *TAU, *(BY_NAME[name] for name in ("mask,pos,two runs,tau", "rows without keys,everything")))
+PAIRS = tuple(BY_NAME[name] for name in ("pair,everything,sq>sk", "pair,batch+rows", "pair,hidden,own,gqa"))
+OTHERS = tuple(BY_NAME[name] for name in ("mask,pos,two runs,tau", "rows without keys,everything"))
+SEVERAL = (*SINGLES, *TOGETHER, *TAU, *PAIRS, *OTHERS)
 # several tiles a row, and rows that meet their first key in the second
 TILES = Config(block_m=16, block_n=8, edge=4, heads=2)
 
@@ -92,7 +94,10 @@ def test_several_tiles(case: Case) -> None:
         torch.testing.assert_close(getattr(known, name), getattr(fresh, name), **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["everything,batched,sq<sk", "everything,sq>sk", "softcap+sink", "mask,pos,causal"])
+SUBSETS = ("everything,batched,sq<sk", "everything,sq>sk", "softcap+sink", "mask,pos,causal", "pair,everything,sq<sk")
+
+
+@pytest.mark.parametrize("name", SUBSETS)
 def test_any_subset(name: str) -> None:
     """Tangents are linear in tangents."""
     call = small(BY_NAME[name]).make(FP64).call
@@ -110,7 +115,10 @@ def test_any_subset(name: str) -> None:
                 assert_all_close((found.y, found.lse, found.ty, found.tlse), (y, lse, *moved))
 
 
-@pytest.mark.parametrize("name", ["causal+gqa", "everything,batched,sq<sk", "everything,sq>sk", "mask,pos,two runs,tau"])
+EITHER = ("causal+gqa", "everything,batched,sq<sk", "everything,sq>sk", "mask,pos,two runs,tau", "pair,everything,sq<sk")
+
+
+@pytest.mark.parametrize("name", EITHER)
 def test_either_direction_by_the_other(name: str) -> None:
     """I14: cotangents against tangents, and gradients against tangents, are one number."""
     problem = BY_NAME[name].make(FP64)
@@ -173,7 +181,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=case_id)
-@pytest.mark.parametrize("case", [*SINGLES, *TOGETHER, *TAU], ids=case_id)
+@pytest.mark.parametrize("case", [*SINGLES, *TOGETHER, *TAU, *PAIRS[:2]], ids=case_id)
 def test_rounding(case: Case, dtype: torch.dtype) -> None:
     """No worse than forward mode of plain PyTorch in the same dtype, by the factor of the numeric gate."""
     call = case.make(dtype).call

@@ -16,7 +16,9 @@ SECONDS = 1500
 
 sys.path.insert(0, str(HERE))
 
-from checks import checks_of  # noqa: E402 - found once the path is set
+import checks  # noqa: E402, F401 - found once the path is set
+import refusals  # noqa: E402, F401
+from ranks import checks_of  # noqa: E402
 
 
 def run_world(size: int, kind: str, folder: Path) -> tuple[list[dict], str]:

@@ -14,7 +14,7 @@ from backlight.backends.tiled import TiledBackend
 from backlight.distributed import ring, simulated_attention
 from backlight.doctor import assert_healthy, diagnose
 from backlight.spec import AttentionSpec
-from cases import BF16, BY_NAME, CASES, FP32, FP64, SINGLES, TOGETHER, Case, Problem, case_id, small
+from cases import BF16, BY_NAME, CASES, FP32, FP64, PAIR_BIAS, SINGLES, TOGETHER, Case, Problem, case_id, small
 from gate import judge
 from running import canonical, leaves, options, packed, run
 
@@ -22,7 +22,8 @@ MASKED = [
     BY_NAME[name]
     for name in ("mask,everything,sq<sk", "mask,everything,batched,sq>sk", "mask,pos,varlen,tau", "mask,pos,causal")
 ]
-EVERY = [(case, dtype) for case in CASES for dtype in (FP32, BF16)]
+# a ring refuses a pair bias
+EVERY = [(case, dtype) for case in CASES for dtype in (FP32, BF16) if case.pair_bias is None]
 
 
 def run_simulated(problem: Problem, **how: object) -> dict[str, Tensor]:
@@ -70,6 +71,13 @@ def test_all_to_all(case: Case) -> None:
 @pytest.mark.parametrize(("case", "dtype"), EVERY, ids=case_id)
 def test_every_case(case: Case, dtype: torch.dtype, world: int, layout: str) -> None:
     examine(case, dtype, world=world, layout=layout, strategy="ring")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case.b == 4 else pytest.mark.slow) for case in PAIR_BIAS], ids=case_id
+)
+def test_a_pair_bias_of_all_to_all(case: Case) -> None:
+    examine(case, FP32, world=2, strategy="all_to_all")
 
 
 @pytest.mark.gpu

@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-from checks import CHECKS, Rank, checks_of  # noqa: E402 - found once the path is set
+import checks  # noqa: E402, F401 - found once the path is set
+import refusals  # noqa: E402, F401 - its last check ends the world
+from ranks import CHECKS, Rank, checks_of  # noqa: E402
 
 
 def main(number: int, world: int, folder: Path, names: list[str]) -> None:

@@ -369,4 +369,50 @@ TERMS: dict[str, list[Edit]] = {
     "gate-delta": [backward("do = do * weight", f"do = do * weight\n        {DELTA}")],
 }
 
-EDITS = SCALE | MASKS | INTERVALS | HEADS | ROWS | TERMS
+ADD_PAIRS = (
+    "        if self.pair_bias is not None:\n            self.pair_bias.add_(s2, tile)\n        return self.mask_(s2, tile)"
+)
+TANH = 'self.tanh = torch.tanh(s2, out=self.workspace.take("tanh", *s2.shape))'
+CAP = "LOG2E * self.spec.softcap"
+DPAIRS = 'scores.pair_bias.add_gradient_(sums["dpair_bias"], ds, tile)'
+SUM_PAIRS = "target += part.sum(dim=summed, keepdim=True) if summed else part"
+DCAP = "ds.mul_(scores.tanh.square_().neg_().add_(1))"
+ALL_TILES = TILES.replace("call.spec", "call.spec.replace(causal=False)")
+
+PAIRS: dict[str, list[Edit]] = {
+    "pair-bias-transposed": [
+        Edit("pair_bias", "self._of_tile(self.bias, own, tile)", "self._of_tile(self.bias.mT, own, tile)"),
+        Edit("pair_bias", "self._of_tile(total, own, tile)", "self._of_tile(total.mT, own, tile)"),
+    ],
+    "pair-bias-other-batch": [
+        Edit("pair_bias", "yield slice(0, b1 - b0), slice(b0, b1)", "yield slice(0, b1 - b0), slice(0, 1)")
+    ],
+    "pair-bias-scaled": [Edit("pair_bias", "alpha=LOG2E", "alpha=1.0")],
+    "pair-bias-before-cap": [
+        Edit("primitives", TANH, after(f"self.pair_bias.add_(s2.mul_({CAP}), tile); s2.div_({CAP})", "    " + TANH)),
+        Edit("primitives", ADD_PAIRS, "        return self.mask_(s2, tile)"),
+        backward(DPAIRS, f"{DCAP}; {DPAIRS}; scores.tanh = None"),
+    ],
+    "pair-bias-after-mask": [
+        Edit(
+            "primitives",
+            ADD_PAIRS,
+            "        self.mask_(s2, tile).masked_fill_(s2 == -math.inf, 0)\n"
+            "        self.pair_bias.add_(s2, tile)\n        return s2",
+        ),
+        forward(TILES, ALL_TILES),
+        backward(TILES, ALL_TILES),
+    ],
+    "pair-bias-not-summed": [Edit("pair_bias", SUM_PAIRS, "target += part[-1:] if summed else part")],
+    "pair-bias-gradient-unmasked": [
+        backward(
+            DPAIRS,
+            "free = scores.q[:, part] @ scores.k_columns[:, :, keys]; scores.pair_bias.add_(free, tile); "
+            "free.sub_(lse2[:, part]).exp2_().mul_(do[:, part] @ v_columns[:, :, keys] - delta[:, part]); "
+            + DPAIRS.replace(" ds,", " free,"),
+        ),
+        backward(TILES, ALL_TILES),
+    ],
+}
+
+EDITS = SCALE | MASKS | INTERVALS | HEADS | ROWS | TERMS | PAIRS

@@ -29,19 +29,19 @@ from backlight.doctor.subject.subject import Subject
 
 PACKAGE = "backlight.backends.tiled"
 # in the order of their imports
-SHARED = ("config", "intervals", "primitives")
+SHARED = ("config", "intervals", "pair_bias", "primitives")
 DIRECTIONS = ("forward", "backward")
 NOT_INJECTED = {"do-in-flight": "a CPU finishes dO before it calls the backward; the broken kernel shows it on a GPU"}
 
 
 def ours(
     q, k, v, *, causal=False, window=None, scale=None, softcap=None, bias=None, bias_origin=0, sink=None, tau=None, gate=None,
-    mask=None,
+    pair_bias=None, mask=None,
 ):  # fmt: skip
     """The public call on the tiled backend, with its lse."""
     return backlight.attention(
         q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, bias=bias, bias_origin=bias_origin, sink=sink,
-        tau=tau, gate=gate, mask=mask, return_lse=True, backend="tiled",
+        tau=tau, gate=gate, pair_bias=pair_bias, mask=mask, return_lse=True, backend="tiled",
     )  # fmt: skip
 
 
@@ -147,8 +147,8 @@ def edited_modules(edits: list[Edit]) -> dict[str, types.ModuleType]:
         originals = {name: importlib.import_module(f"{PACKAGE}.{name}") for name in SHARED}
         try:
             for name in SHARED:
-                # primitives read the intervals of a mask
-                again = name == "primitives" and (direction, "intervals") in texts
+                # primitives read the intervals of a mask, and the pair bias
+                again = name == "primitives" and any((direction, each) in texts for each in ("intervals", "pair_bias"))
                 if (direction, name) in texts or again:
                     text = texts.get((direction, name)) or _source(name)
                     sys.modules[f"{PACKAGE}.{name}"] = _module(name, text)

@@ -41,11 +41,11 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def entries(names: Iterable[str], quick: Container[str]) -> list:
-    """Parameters: what is not in `quick` takes part in the slow run only, what needs a GPU where there is one."""
+def entries(names: Iterable[str], quick: Container[str], later: Container[str] = ()) -> list:
+    """Parameters: what is in neither takes part in the slow run only, what needs a GPU where there is one."""
     found = []
     for name in names:
-        marks = [] if name in quick else [pytest.mark.slow]
+        marks = [] if name in quick else [pytest.mark.later if name in later else pytest.mark.slow]
         marks += [pytest.mark.gpu] if catalogue.get(name).demo.get("device") == "cuda" else []
         found.append(pytest.param(name, marks=marks))
     return found
@@ -68,7 +68,7 @@ def test_broken_kernel_is_found(name: str) -> None:
     assert report.findings[0].id == name, f"{name} was called {[f.id for f in report.findings]}"
 
 
-@pytest.mark.parametrize("name", entries(INJECTED, WITHOUT_MUTANT | FIRST | UNNAMED))
+@pytest.mark.parametrize("name", entries(INJECTED, FIRST, WITHOUT_MUTANT | UNNAMED))
 def test_broken_tiled_backend_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     report = shares.examine(name, monkeypatch)
     expect_found(report, name)

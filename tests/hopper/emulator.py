@@ -26,7 +26,7 @@ from backlight.backends.hopper import side_kernels
 from backlight.backends.intervals import tiles
 
 PATIENCE = 20.0
-DTYPES = {"fp16": np.float16, "fp32": np.float32, "int32": np.int32, "int64": np.int64, "int1": np.bool_}
+DTYPES = {"fp16": np.float16, "fp32": np.float32, "int32": np.int32, "int64": np.int64, "int1": np.bool_, "uint32": np.uint32}
 OF_TORCH = {torch.float16: "fp16", torch.float32: "fp32", torch.int32: "int32", torch.int64: "int64"}
 
 
@@ -438,6 +438,7 @@ class language:
     """What kernels use of `gl` and of `tl`."""
 
     float32, float16, bfloat16, int32, int64, int1 = "fp32", "fp16", "bf16", "int32", "int64", "int1"
+    uint32 = "uint32"
     exp2, log2 = staticmethod(_float(np.exp2)), staticmethod(_float(np.log2))
     abs = staticmethod(lambda x: tensor(np.abs(x)))
     maximum = staticmethod(lambda a, b: tensor(np.maximum(a, b)))

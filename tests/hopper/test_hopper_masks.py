@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,14 +14,19 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import emulator
+import triton
 from aot import SHARED_MEMORY, compiled
 
 from backlight import mask
-from backlight.backends.hopper import BACKEND
-from backlight.backends.hopper.backward import dq_convert, dq_rows, host, prepass
+from backlight.backends.hopper import BACKEND, config
+from backlight.backends.hopper.backward import dq_convert, dq_rows, host, key_tiles, loader, prepass
 from backlight.backends.hopper.backward import launch as backward
+from backlight.backends.hopper.backward.narrow import loader as narrow_loader
+from backlight.backends.hopper.config import ForwardConfig
 from backlight.backends.hopper.forward import host as forward
+from backlight.backends.intervals.tiles import LiveTiles, live_tiles
 from backlight.call import Call
+from backlight.config import override
 from backlight.spec import AttentionSpec
 from cases import CASES, FP16, Case, case_id
 from gate import judge
@@ -96,6 +103,76 @@ def examine(name: str, call: Call, dy: Tensor, dlse: Tensor | None, late: bool) 
     assert verdict.ok, f"{name}\n{verdict}"
 
 
+FIRST_MAX = {
+    64: [
+        ForwardConfig(128, 3, pingpong=True, late_rescale=True, keep_first_max=True),
+        ForwardConfig(128, 2, stages=4, q_buffers=2, keep_first_max=True),
+    ],
+    128: [ForwardConfig(128, 2, keep_first_max=True)],
+}
+
+
+@pytest.mark.parametrize("factor", [1.0, 40.0], ids=["", "overflow"])
+@pytest.mark.parametrize(
+    "name", ["documents", "a mask for each head and entry", "nobody sees anything", "packed", "two intervals,d=128"]
+)
+def test_blocks_without_a_mask_come_first_where_their_maximum_is_kept(name: str, factor: float) -> None:
+    """As bf16 has it; large scores rise so far above the first maximum that tiles are done again."""
+    rows, sq, sk, d, lengths, options = PROBLEMS[name]
+    call, _dy = call_of(rows, sq, sk, d, lengths, **options)
+    call.q.mul_(factor)
+    for chosen in FIRST_MAX[d]:
+        with override("hopper.forward", chosen), emulator.emulated(forward, late=True):
+            y, lse, _ = forward.forward(call)
+        verdict = judge(call, None, None, {"y": y, "lse": lse})
+        assert verdict.ok, f"{name}, {chosen}\n{verdict}"
+
+
+@pytest.mark.parametrize("share", [0.0, 2.0], ids=["many", "few"])
+@pytest.mark.parametrize("name", ["documents", "documents,d=128", "a mask for each head and entry", "packed"])
+def test_more_heads_interleave_where_few_tiles_live(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, sq, sk, d, lengths, options = PROBLEMS[name]
+    call, dy = call_of(rows, sq, sk, d, lengths, **options)
+    given, seen = emulator.Emulation(key_tiles.side_by_side, late=False).entry, []
+
+    def noted(p: Any) -> Any:
+        seen.append((int(given(p)), int(p.counter_ptr.storage[p.counter + 1])))
+        return seen[-1][0]
+
+    made: list[LiveTiles] = []
+
+    def kept(*args: Any, **named: Any) -> LiveTiles:
+        made.append(live_tiles(*args, **named))
+        return made[-1]
+
+    # the present rule keeps one head of these
+    monkeypatch.setattr(config, "L2", 1)
+    monkeypatch.setattr(backward, "FEW", share)
+    monkeypatch.setattr(backward, "live_tiles", kept)
+    for module in (loader, narrow_loader):
+        monkeypatch.setattr(module, "side_by_side", noted)
+    examine(name, call, dy, None, late=True)
+    assert set(seen) == {(call.k.shape[0] if share else 1, int(made[-1].counts.sum()))}
+
+
+@pytest.mark.parametrize(("batch", "kv_heads", "together"), [(1, 8, 8), (3, 5, 5), (1, 7, 7), (2, 3, 2), (1, 1, 1)])
+def test_every_key_tile_has_one_number(batch: int, kv_heads: int, together: int) -> None:
+    group, n = 2, 3
+    place = emulator.Emulation(key_tiles.key_tile, late=False).entry
+    counts = emulator.argument(torch.ones(n + 1, 2, dtype=torch.int32))
+    variant = SimpleNamespace(INTERVALS=1, VARLEN=False, BN=128, BM=64, HAS_LEFT=False, HAS_RIGHT=False, BIAS=False)
+    p: Any = SimpleNamespace(
+        heads=kv_heads * group, group=group, key_tiles=n, sq=np.int32(300), sk=np.int32(300), left=0, right=0,
+        mask=SimpleNamespace(counts_ptr=counts), mask_batch=0, mask_head=0, V=variant,
+    )  # fmt: skip
+    found = [place(p, emulator.tensor(number), together) for number in range(batch * kv_heads * n)]
+    cells = [(int(t.b), int(t.kv_head), int(t.j0)) for t in found]
+    assert sorted(cells) == [(b, h, j * 128) for b in range(batch) for h in range(kv_heads) for j in range(n)]
+    # the first tiles of as many heads side by side
+    assert len({cell[:2] for cell in cells[:together]}) == together
+    assert {cell[2] for cell in cells[:together]} == {0}
+
+
 def test_taken_cases_are_many() -> None:
     assert len(TAKEN) > 15
 
@@ -124,8 +201,10 @@ def test_deterministic_masks_are_refused() -> None:
     assert "a mask by row intervals together with deterministic" in BACKEND.why_not(call)
 
 
-# bytes of the backward, none elsewhere; at D = 256 as many as without a mask (test_compiled.py), which Triton 3.9 comes near
-ALLOWED_SPILLS = {("_bwd_narrow_kernel", 64): 56, ("_bwd_kernel", 256): 32}
+# bytes of the backward, none elsewhere; at D = 256 as many as without a mask (test_compiled.py), which Triton 3.9 comes near.
+# the narrow kernel's one comparison without a sign spills 76 bytes with Triton 3.6 where two spilled 48: 4 % faster on the card
+NARROW = 80 if triton.__version__.startswith("3.6") else 56
+ALLOWED_SPILLS = {("_bwd_narrow_kernel", 64): NARROW, ("_bwd_kernel", 256): 32}
 
 
 @pytest.mark.slow

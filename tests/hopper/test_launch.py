@@ -263,6 +263,9 @@ def test_key_heads_together() -> None:
     assert [together(rows, 64, causal=True) for rows in (512, 8192, 16384, 1 << 17)] == [8, 8, 4, 1]
     assert [together(rows, 128, causal=True) for rows in (2048, 8192, 16384)] == [8, 4, 2]
     assert together(16384, 128, window=(1023, 0)) == 8
+    uneven = [call_of((batch, heads, 16384, 128), causal=True) for batch, heads in ((2, 5), (1, 7), (1, 16))]
+    assert [config.keys_together(call, config.BackwardConfig(64, 128)) for call in uneven] == [2, 1, 2]
+    assert [config.keys_together(call, config.BackwardConfig(64, 128), few=True) for call in uneven] == [5, 7, 8]
     q, k = torch.zeros(1, 32, 8192, 128, dtype=torch.float16), torch.zeros(1, 4, 8192, 128, dtype=torch.float16)
     assert config.keys_together(Call(AttentionSpec(causal=True), q, k, k), config.BackwardConfig(64, 128)) == 2
 

@@ -231,9 +231,24 @@ def test_biases_that_are_not_by_distance_are_refused() -> None:
         by_distance(torch.randn(1, 2, 4, 4))
     with pytest.raises(NotImplementedError, match="one position bias for the whole batch"):
         by_distance(torch.zeros(2, 2, 4, 4))
-    q = torch.randn(1, 2, 4, 8)
-    with pytest.raises(NotImplementedError, match="whether Module does is not known"):
-        attention_forward(nn.Module(), q, q, q, None, position_bias=torch.zeros(1, 2, 4, 4, requires_grad=True) + 0)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_biases_of_pairs(batch: int) -> None:
+    """A position bias that is not by distance, or whose module does not say so, is a pair bias, with a gradient."""
+    q, bias = torch.randn(2, 2, 4, 8), torch.randn(batch, 2, 4, 4, requires_grad=True)
+    y, _ = attention_forward(nn.Module(), q, q, q, None, is_causal=False, position_bias=bias)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=bias)
+    torch.testing.assert_close(y.transpose(1, 2), wanted)
+    found, want = (torch.autograd.grad(x.square().sum(), bias)[0] for x in (y, wanted))
+    torch.testing.assert_close(found, want)
+    mask = torch.randn(2, 1, 4, 4)
+    both, _ = attention_forward(nn.Module(), q, q, q, mask, position_bias=bias)
+    added = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=bias + mask)
+    torch.testing.assert_close(both.transpose(1, 2), added)
+    numbers = torch.zeros(2, 1, 1, 8, dtype=torch.int64)
+    with pytest.raises(NotImplementedError, match="padding beside a bias of pairs must be given as a dense mask"):
+        attention_forward(nn.Module(), q, q, q, numbers, is_causal=False, position_bias=bias)
 
 
 @pytest.mark.parametrize(("sq", "sk"), [(4, 4), (2, 5), (5, 2), (1, 3), (3, 1)])

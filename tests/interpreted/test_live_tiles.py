@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
+from backlight.backends.intervals import tiles
 from backlight.backends.intervals.kernels import END, FIRST, GEOMETRY, HOLE, KINDS
 from backlight.backends.intervals.tiles import LiveTiles, Tiling, live_tiles
 from backlight.spec import AttentionSpec
@@ -124,6 +125,25 @@ def test_every_visible_pair_is_visited(
                 strip = slice(owner * BM, (owner + 1) * BM) if of_rows else slice(owner * BN, (owner + 1) * BN)
                 where = (strip, slice(None)) if of_rows else (slice(None), strip)
                 torch.testing.assert_close(found[where], own[where])
+
+
+@pytest.mark.parametrize("intervals", [1, 2])
+def test_lists_of_key_tiles(intervals: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same however many row tiles are looked at in one go; their number is added to what was there, and to nothing else."""
+    rows, _, cu_q, cu_k = problem(torch.Generator().manual_seed(3), [(150, 70)], 2, 2, intervals, False)
+    sq, sk = int(cu_q[-1]), int(cu_k[-1])
+    call: Any = SimpleNamespace(
+        rows=rows, pos=None, spec=AttentionSpec(causal=True), q=torch.empty(2, 2, sq, 8), k=torch.empty(2, 2, sk, 8)
+    )
+    lists = []
+    total = torch.full((4,), 7.0)
+    for chunk in (128, 2):
+        monkeypatch.setattr(tiles, "CHUNK", chunk)
+        made = tiles.live_tiles(start, call, Tiling(BM, BN, -(-sq // BM), -(-sk // BN)), False, (total, 2))
+        lists.append([told(made, m, owner) for m in range(4) for owner in range(made.counts.shape[1])])
+    assert lists[0] == lists[1]
+    assert total.tolist() == [7.0, 7.0, 7.0 + 2 * sum(map(len, lists[0])), 7.0]
+    assert not any(lists[0][made.counts.shape[1] - 1 :: made.counts.shape[1]]), "the tile without keys"
 
 
 def test_a_full_tile_compares_nothing_and_an_empty_one_is_not_visited() -> None:

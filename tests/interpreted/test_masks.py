@@ -17,6 +17,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from backlight import intervals, registry
 from backlight.backends.intervals.kernels import NO_ROW
 from backlight.backends.triton.config import KernelConfig
+from backlight.backends.triton.launch import Launch
 from backlight.call import Part
 from backlight.config import override
 from backlight.mask import Mask, documents, prefix, rows
@@ -113,6 +114,16 @@ def test_every_term(which: Masked) -> None:
     with tiles(16, 16):
         verdict = verdict_of(problem)
     assert verdict.ok, f"{which}\n{verdict}"
+
+
+@pytest.mark.parametrize("blocks", [(16, 16), (32, 16), (16, 32)], ids=str)
+@pytest.mark.parametrize("which", [each for each in PROBLEMS if "pos," not in each.case.name or each.case.tau], ids=str)
+def test_visible_keys_are_counted(which: Masked, blocks: tuple[int, int]) -> None:
+    """For tau, whatever else the problem has; with pos not beside causal and window."""
+    call = masked(which.case, which.make()).call
+    call = replace(call, spec=call.spec.replace(tau=True), tau=torch.zeros(call.q.shape[1]))
+    with tiles(*blocks):
+        assert torch.equal(Launch(call).counts, intervals.visible_counts(call))
 
 
 @pytest.mark.parametrize("blocks", [(32, 16), (16, 32)], ids=str)

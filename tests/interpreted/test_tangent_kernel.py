@@ -45,6 +45,15 @@ NAMES = (
     "mask,varlen,empty segments",
     "mask,pos,varlen,causal",
     "softcap,saturated",
+    "pair",
+    "pair,keys",
+    "pair+softcap",
+    "pair,batch+rows",
+    "pair,two entries share",
+    "pair,hidden,sink",
+    "pair,hidden,mask",
+    "pair,wide,own,hidden",
+    "pair,strided",
 )
 TOGETHER = Case(
     "everything", b=1, hq=4, hkv=2, sq=40, sk=70, causal=True, window=(30, 0), softcap=1.5, bias=24, sink=True, gate=True
@@ -104,9 +113,10 @@ def test_known_rows_whose_first_keys_weigh_nothing() -> None:
 
 
 @pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sink", "gate"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sink", "gate", "pair_bias"])
 def test_one_tangent(name: str, known: bool) -> None:
-    call = replace_length(TOGETHER).make(FP32).call
+    pair = ("heads", "rows", "hidden") if name == "pair_bias" or not known else None
+    call = replace(replace_length(TOGETHER), pair_bias=pair).make(FP32).call
     with override("triton.tangent", SMALL), override("triton.tangent_known", SMALL):
         judge(call, {name: tangents_of(call)[name]}, 5e-6, known)
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from backlight.backends.triton import primitives, softcap
 from backlight.backends.triton.config import KernelConfig
 from backlight.config import override
-from cases import BY_NAME, EXTREMES, MASKS, PACKED, SINGLES, TOGETHER, Case, case_id
+from cases import BY_NAME, EXTREMES, MASKS, PACKED, PAIR_BIAS, SINGLES, TOGETHER, Case, case_id
 from gate import judge, measure
 from running import run
 
@@ -52,7 +52,9 @@ AWKWARD = (
 )
 # half of a program's usual rows: the last of its programs has none
 CROWDED = Case("gate,tau,dv=136", b=1, causal=True, sq=40, sk=40, dv=136, gate=True, tau=(-0.7, 0.4), dlse=True)
-CASES = (CROWDED, *SINGLES, *TOGETHER, *PACKED, *EXTREMES, *MASKS, *(BY_NAME[name] for name in AWKWARD))
+# each feature beside a pair bias; what else there is of it: test_pair_tiles.py
+PAIRED = tuple(case for case in PAIR_BIAS if max(case.sq, case.sk) <= 100 and case.d <= 64 and "everything" not in case.name)
+CASES = (CROWDED, *PAIRED, *SINGLES, *TOGETHER, *PACKED, *EXTREMES, *MASKS, *(BY_NAME[name] for name in AWKWARD))
 
 
 def verdict_of(case: Case, dtype: torch.dtype) -> object:
@@ -65,7 +67,8 @@ def verdict_of(case: Case, dtype: torch.dtype) -> object:
 LONG = pytest.mark.slow
 # test_masks.py has smaller problems with masks
 MASKS_HERE = ("mask", "mask,nothing is seen", "mask,sq=0", "mask,sk=0", "mask,varlen,empty segments", "mask,pos,varlen,causal")
-LONG_CASES = {"varlen,long", *(case.name for case in MASKS if case.name not in MASKS_HERE)}
+PAIRS_HERE = ("pair", "pair,two entries share", "pair,hidden", "pair,mask", "pair,rows without keys", "pair,sq=0", "pair,sk=0")
+LONG_CASES = {"varlen,long", *(case.name for case in (*MASKS, *PAIRED) if case.name not in (*MASKS_HERE, *PAIRS_HERE))}
 
 
 @pytest.mark.parametrize(

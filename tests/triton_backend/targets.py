@@ -34,7 +34,7 @@ from backlight.backends.triton.device import KIB, Device
 from backlight.call import Call
 from backlight.spec import AttentionSpec
 
-KERNELS = (forward, elastic, delta, dq, dkdv, dbias, table, small, tiles)
+KERNELS = (forward, elastic, delta, dq, dkdv, dbias, table, small, tiles, host)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 # what the cards say of themselves

@@ -21,9 +21,11 @@ from backlight.backends.triton import (
     dbias,
     delta,
     dkdv,
+    dpair,
     dq,
     elastic,
     forward,
+    fused,
     second_dbias,
     second_dkdv,
     second_dq,
@@ -42,13 +44,13 @@ from backlight.config import override
 from backlight.spec import LEARNED, AttentionSpec
 
 SM80, SM90, GFX942 = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
-KERNELS = (forward, elastic, delta, dq, dkdv, dbias, table, small, tiles)
+KERNELS = (forward, elastic, delta, dq, dkdv, dbias, dpair, fused, table, small, tiles, host)
 EVERYTHING = {"causal": True, "window": (100, None), "softcap": 20.0, "bias": True, "sink": True, "tau": True, "gate": True}
 MASK, POS = {"rows": True, "causal": True}, {"rows": True, "pos": True, "causal": True, "bias": True}
 # kernels without a product of tiles
 SMALL = {
     *("_delta_kernel", "_table_kernel", "_dbias_sums_kernel", "_head_sums_kernel"),
-    *("_fold_kernel", "_live_kernel", "_order_kernel"),
+    *("_fold_kernel", "_live_kernel", "_key_lists_kernel", "_order_kernel", "_counts_kernel", "_pair_sums_kernel"),
 }
 
 
@@ -63,6 +65,7 @@ def call_of(length: int = 256, d: int = 64, dtype: torch.dtype = torch.bfloat16,
         gate=gate if wanted.gate else None,
         rows=torch.zeros(2, 4, 2 * intervals, length, dtype=torch.int32) if wanted.rows else None,
         pos=torch.zeros(2, length, dtype=torch.int32) if wanted.pos else None,
+        pair_bias=torch.zeros(1, 4, length, length, dtype=dtype) if wanted.pair_bias else None,
     )  # fmt: skip
 
 
@@ -95,8 +98,24 @@ def test_compiles_elsewhere(target: GPUTarget, spec: dict[str, object]) -> None:
         assert done.asm["cubin" if target.backend == "cuda" else "hsaco"]
     with_bias = {"_table_kernel", "_dbias_kernel", "_dbias_sums_kernel"} if "bias" in spec else set()
     with_mask = {"_fold_kernel", "_live_kernel"} if "rows" in spec else set()
+    with_lists = {"_key_lists_kernel"} if "rows" in spec and "pos" not in spec else set()
     with_pos = {"_order_kernel"} if "pos" in spec else set()
-    assert names == {"_fwd_kernel", "_delta_kernel", "_dq_kernel", "_dkdv_kernel"} | with_bias | with_mask | with_pos
+    assert (
+        names == {"_fwd_kernel", "_delta_kernel", "_dq_kernel", "_dkdv_kernel"} | with_bias | with_mask | with_lists | with_pos
+    )
+
+
+@pytest.mark.parametrize("intervals", [1, 2])
+def test_lists_of_key_tiles_that_are_counted(intervals: int) -> None:
+    """As the Hopper kernels ask for them, of every head."""
+    call = call_of(intervals=intervals, **MASK)
+    tiling = tiles.Tiling(64, 128, 4, 2)
+    with recorded(tiles) as launches:
+        tiles.live_tiles(
+            lambda kernel, grid, args, named, _: kernel[grid](*args, **named), call, tiling, False, (torch.zeros(8), 3)
+        )
+    (launched,) = launches
+    assert "atom.global.gpu.relaxed.add.f32" in launched.compile(SM90).asm["ptx"]
 
 
 @pytest.mark.slow
@@ -114,10 +133,11 @@ def test_what_is_written_in_ptx_compiles_for_ampere(monkeypatch: pytest.MonkeyPa
         {"causal": True},
         EVERYTHING,
         MASK,
+        {"pair_bias": True},
         pytest.param(POS | {"intervals": 2}, marks=pytest.mark.slow),
         pytest.param(EVERYTHING | {"rows": True}, marks=pytest.mark.slow),
     ],
-    ids=["full", "causal", "everything", "mask", "pos", "mask,everything"],
+    ids=["full", "causal", "everything", "mask", "pair", "pos", "mask,everything"],
 )
 def test_hopper_matmuls_are_not_serialised(spec: dict[str, object], tmp_path: object) -> None:
     """A loop that may run zero times, left while a wgmma is in flight, makes ptxas wait after every single one (C7515)."""
@@ -136,6 +156,19 @@ def test_hopper_matmuls_are_not_serialised(spec: dict[str, object], tmp_path: ob
         if name not in SMALL:
             assert "wgmma.mma_async" in ptx
             assert "cp.async.bulk.tensor" in ptx
+
+
+@pytest.mark.usefixtures("nvidia")
+@pytest.mark.parametrize("registers", [0, 168])
+def test_short_rows_have_one_kernel(monkeypatch: pytest.MonkeyPatch, registers: int) -> None:
+    """Five products, the tile of the bias read before the loop, and the sums of dpair_bias."""
+    monkeypatch.setattr(fused, "FEWEST_HEADS", 1)
+    with override("triton.fused", KernelConfig(64, 64, 4, 2, tma=True, registers=registers)):
+        launches = {launched.kernel.fn.__name__: launched for launched in launches_of(call_of(64, d=32, pair_bias=True))}
+    assert set(launches) == {"_fwd_kernel", "_fused_kernel", "_pair_sums_kernel"}
+    ptx = launches["_fused_kernel"].compile(SM90).asm["ptx"]
+    assert ptx.count("wgmma.mma_async") == 2 * 32 // 16 + 3 * 64 // 16
+    assert ptx.count("ex2.approx") == 64 * 64 // 128
 
 
 @pytest.mark.parametrize("spec", [{"causal": True}, EVERYTHING, POS], ids=["causal", "everything", "pos"])
@@ -233,7 +266,9 @@ def test_nothing_to_read_needs_no_descriptor(sq: int, sk: int, monkeypatch: pyte
 @pytest.mark.slow
 @pytest.mark.usefixtures("nvidia")
 @pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("spec", [{}, {"causal": True}, {"causal": True, "bias": True, "sink": True, "gate": True}, MASK])
+@pytest.mark.parametrize(
+    "spec", [{}, {"causal": True}, {"causal": True, "bias": True, "sink": True, "gate": True}, MASK, {"pair_bias": True}]
+)
 def test_tangents_compile_for_hopper(d: int, spec: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tangent, "device_of", lambda device: Device("a card", "sm_90", 227 * 1024))
     call = call_of(d=d, **spec)

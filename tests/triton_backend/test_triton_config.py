@@ -41,6 +41,29 @@ def test_kernels_follow_the_call() -> None:
     assert kernels_of(call_of(136, "causal", torch.float32)) == ("forward", "dq", "dkdv")
 
 
+def test_a_shared_pair_bias_has_a_kernel_for_its_gradient() -> None:
+    q = torch.zeros(4, 2, 8, 32, dtype=torch.bfloat16)
+    for shape, more in (((1, 2, 8, 8), ("dpair",)), ((4, 1, 8, 8), ("dpair",)), ((4, 2, 8, 8), ()), ((1, 1, 1, 8), ())):
+        call = Call(AttentionSpec(pair_bias=True), q, q, q, pair_bias=torch.zeros(shape, dtype=q.dtype))
+        assert kernels_of(call) == ("forward", "dq", "dkdv", *more)
+        for kernel in (*kernels_of(call), "fused"):
+            assert heuristic(kernel, call, H200).tma
+            assert not heuristic(kernel, call, Device("some card", "sm_80", 99 * KIB)).tma
+
+
+def test_short_rows_with_a_pair_bias_have_forward_tiles_of_their_own() -> None:
+    """As measured on an H200; all other tiles are the same for every length."""
+    found = []
+    for rows in (64, 65):
+        q = torch.zeros(4, 2, rows, 32, dtype=torch.bfloat16)
+        call = Call(AttentionSpec(pair_bias=True), q, q, q, pair_bias=torch.zeros(1, 2, rows, rows, dtype=q.dtype))
+        found.append({kernel: config.chosen(kernel, call, H200) for kernel in kernels_of(call)})
+    short, longer = found
+    assert short.pop("forward") == KernelConfig(64, 64, 4, 2, tma=True, registers=96)
+    assert longer.pop("forward") == KernelConfig(128, 64, 4, 3, tma=True)
+    assert short == longer
+
+
 @pytest.mark.parametrize("folder", DEVICES)
 def test_a_shipped_table_covers_what_is_launched_and_nothing_else(folder: str) -> None:
     """An entry that no call looks up is a measurement that no user gets."""

@@ -25,16 +25,17 @@ from counting import functions_entered, memory_operations
 from triton.backends.compiler import GPUTarget
 
 import backlight
-from backlight import binding
+from backlight import binding, mask
 from backlight.backends import triton as backend
+from backlight.backends.intervals import tiles
 from backlight.backends.replaying import program, replay
-from backlight.backends.triton import dbias, delta, dkdv, dq, elastic, forward, launch, small, table
+from backlight.backends.triton import dbias, delta, dkdv, dpair, dq, elastic, forward, fused, launch, small, table
 from backlight.backends.triton.config import KernelConfig
 from backlight.call import Call, Memory
 from backlight.config import override
 from backlight.spec import AttentionSpec
 
-MODULES = (forward, elastic, delta, dq, dkdv, dbias, table, small)
+MODULES = (forward, elastic, delta, dq, dkdv, dbias, dpair, fused, table, small, launch, tiles)
 KERNELS = [
     kernel for module in MODULES for name, kernel in vars(module).items() if name.startswith("_") and name.endswith("_kernel")
 ]
@@ -157,6 +158,12 @@ def memory(a: Any, b: Any, given: set[int]) -> bool:
         ({"gate": torch.zeros(1, 4, D, 96, dtype=torch.bfloat16).mT}, 2 + 4),
         ({"softcap": 3.0}, 1 + 3),
         ({"deterministic": True}, 1 + 3),
+        ({"mask": mask.chunks(40, 96)}, 3 + 6),
+        ({"mask": mask.chunks(40, 96), "tau": torch.zeros(4)}, 5 + 8),
+        ({"mask": mask.tree([-1, *range(95)]), "tau": torch.zeros(4), "causal": False}, 6 + 11),
+        ({"pair_bias": torch.zeros(1, 4, 96, 96)}, 1 + 3),
+        ({"pair_bias": torch.zeros(1, 1, 96, 96).mT, "causal": False}, 1 + 4),
+        ({"pair_bias": torch.zeros(1, 4, 1, 96)}, 1 + 4),
         ({"packed": True}, 2 + 5),
         ({"packed": True, "bias": torch.zeros(4, 8)}, 3 + 8),
     ],
@@ -172,6 +179,26 @@ def test_every_kind_of_call_is_a_program(card: Watched, options: dict[str, Any],
     assert [found is not None for found in program._programs.values()] == [True, True]
     with without_jit():
         assert len(card.took(lambda: run(problem(), **given))) == launches
+
+
+@pytest.mark.clean_memory
+def test_a_short_call_with_a_pair_bias_is_three_launches(card: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """y, lse | dq, dk, dv, dpair_bias, and memory for its parts."""
+    monkeypatch.setattr(fused, "FEWEST_HEADS", 1)
+    tensors, pair_bias = problem(16), torch.zeros(1, 1, 16, 16, dtype=torch.bfloat16).requires_grad_()
+
+    def run() -> None:
+        step(tensors, pair_bias=pair_bias, causal=False)
+
+    for _ in range(2):
+        run()
+    with without_jit():
+        assert [name for name, _ in card.took(run)] == ["_fwd_kernel", "_fused_kernel", "_pair_sums_kernel"]
+    assert memory_operations(run) == {"empty_strided": 7}
+    # the layout of one tensor more is asked for in both directions
+    # an address that a program has not met is remembered first, and in a crowded heap each run may bring some
+    entered = [sum(functions_entered(run, but=("replay.py", "triton.py")).values()) for _ in range(4)]
+    assert min(entered) <= MOST_FUNCTIONS + 2, entered
 
 
 @pytest.mark.clean_memory

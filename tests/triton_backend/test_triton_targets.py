@@ -30,6 +30,7 @@ QUICK = {
     Combination("gfx942", "bias", 128, "bf16"): "_dbias_kernel",
     Combination("sm_90", "mask", 128, "bf16"): "_fwd_kernel",
     Combination("sm_86", "mask,pos,bias", 128, "bf16"): "_dq_kernel",
+    Combination("gfx942", "mask,everything,varlen", 128, "fp32"): "_counts_kernel",
 }
 
 

@@ -22,6 +22,7 @@ TERM_WORDS = {
     "sink": "a sink",
     "tau": "the elastic softmax (tau)",
     "gate": "a gate",
+    "pair_bias": "a pair bias",
     "rows": "a mask by row intervals",
     "pos": "positions of rows in a mask",
 }

@@ -27,6 +27,16 @@ SKEWED_SMALL = (401, 251, 149, 97, 61, 31, 17, 9, 5, 3)
 GPU_PEERS = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex", "fa3", "fa3-bare")
 EVERY_PEER = (*GPU_PEERS, "sdpa-math", "eager", "adasplash")
 CPU_PEERS = ("sdpa-flash", "sdpa-math", "eager", "flex")
+PAIR_PEERS = ("sdpa-efficient", "flex", "cuequivariance")
+# (N, H, S, D) of pair biases: triangle attention, whole sequences, short rows
+PAIRED = (
+    (384, 4, 384, 32),
+    (768, 4, 768, 32),
+    (1, 16, 4096, 64),
+    (512, 8, 64, 32),
+    (256, 4, 256, 32),
+    (1, 16, 768, 64),
+)
 LAZY_TAU = (-1.0,)
 # B 4, H 16, L 4096, D 64, table 4096: what the authors of the elastic softmax published times for
 PUBLISHED = (4096, 4, 16, 64)
@@ -144,6 +154,21 @@ def masks(device: torch.device, quick: bool) -> Suite:
     return Suite("masks", "masks by row intervals", SPEED, workloads, contenders, rounds=2, plain=shapes.plain)
 
 
+def pair(device: torch.device, quick: bool) -> Suite:
+    """A pair bias of all heads and rows, which the batch shares, beside the plain call: triangles and long rows."""
+    on_gpu = device.type == "cuda"
+    shapes = Beside(BF16 if on_gpu else FP32)
+    for b, h, s, d in (PAIRED[:3] if quick else PAIRED) if on_gpu else ((8, 2, 64, 32), (1, 2, 256, 64)):
+        shape = f"n={b},h={h},s={s},d={d}"
+        shapes.add(
+            _square(f"plain,{shape}", s, b, h, d, causal=False),
+            _square(f"pair,{shape}", s, b, h, d, causal=False, pair_bias=("heads", "rows")),
+        )
+    contenders = ("backlight", *(PAIR_PEERS if on_gpu else ("sdpa-math", "eager")))
+    workloads = _in(shapes.cases, shapes.dtype)
+    return Suite("pair", "a dense pair bias with its gradient", SPEED, workloads, contenders, rounds=2, plain=shapes.plain)
+
+
 def cpu(device: torch.device, quick: bool) -> Suite:
     """Sizes a processor can bear, fp32 and bf16; the S = 4096 rows carry the project's own bars."""
     s = 1024 if quick else 4096
@@ -215,6 +240,7 @@ SUITES: dict[str, Callable[[torch.device, bool], Suite]] = {
     "variants": variants,
     "terms": terms,
     "masks": masks,
+    "pair": pair,
     "cpu": cpu,
     "smoke": smoke,
     "memory": memory,

@@ -131,6 +131,11 @@ def host_samples(work: Work, device: torch.device, effort: Effort) -> list[float
 
 def graph_samples(work: Work, effort: Effort) -> list[float]:
     """Milliseconds of one replay of the work captured in a CUDA graph."""
+    return host_waited(captured(work)[0].replay, effort)
+
+
+def captured(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of the work, warmed up before, and what the work returned, which every replay writes anew."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -140,8 +145,7 @@ def graph_samples(work: Work, effort: Effort) -> list[float]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = work()
-    del kept
-    return host_waited(graph.replay, effort)
+    return graph, kept
 
 
 def host_waited(replay: Work, effort: Effort) -> list[float]:

@@ -19,7 +19,7 @@ from backlight.call import Call
 from backlight.problems.axes import KEY_GRADIENTS, ROW_GRADIENTS, Sizes, cut, cut_call, tensors_of, with_tensors
 from backlight.problems.problem import Problem
 from backlight.reference import Trace
-from backlight.spec import PER_HEAD, Segment
+from backlight.spec import OF_PAIRS, PER_HEAD, Segment
 
 ROWS = ("y", "lse", *ROW_GRADIENTS)
 PARAMETERS = tuple(f"d{name}" for name in PER_HEAD)
@@ -60,7 +60,9 @@ def sample(call: Call, seed: int = 0) -> tuple[Slice, ...]:
     """
     batch, heads = call.k.shape[:2]
     chance = random.Random(seed)
-    if any(getattr(call, name) is not None for name in PER_HEAD):
+    if call.pair_bias is not None and call.pair_bias.shape[1] < call.q.shape[1]:
+        raise NotImplementedError("the gradient of a pair bias that heads share cannot be judged one head at a time")
+    if any(getattr(call, name) is not None for name in (*PER_HEAD, *OF_PAIRS)):
         wanted = [Slice(0, batch, g) for g in (heads - 1, 0, chance.randrange(heads))]
     else:
         spots = ((batch - 1, heads - 1), (0, 0), (chance.randrange(batch), chance.randrange(heads)))
@@ -139,6 +141,9 @@ class _Assembly:
         self.squares = squares
         sizes, names = Sizes.of(call), (*ROWS, *KEY_GRADIENTS, *PARAMETERS)
         self.values = {name: call.q.new_zeros(sizes.shape(name), dtype=torch.float64) for name in names}
+        self.sharing = call.sharing
+        if call.pair_bias is not None:
+            self.values["dpair_bias"] = torch.zeros_like(call.pair_bias, dtype=torch.float64)
 
     def add(self, trace: Mapping[str, Tensor], batch: int, rows: slice, keys: slice) -> None:
         for name, out in self.values.items():
@@ -147,12 +152,15 @@ class _Assembly:
                 out[batch, :, rows] = value[0]
             elif name in KEY_GRADIENTS:
                 out[batch, :, keys] += value[0] ** 2 if self.squares else value[0]
+            elif name[1:] in OF_PAIRS:
+                own = out[batch // self.sharing, :, rows if out.shape[2] > 1 else slice(None), keys]
+                own += value[0] ** 2 if self.squares else value[0]
             else:
                 out += value**2 if self.squares else value
 
     def trace(self) -> Trace:
         if self.squares:
-            for name in (*KEY_GRADIENTS, *PARAMETERS):
+            for name in self.values.keys() - {*ROWS}:
                 self.values[name].sqrt_()
         return Trace(self.values)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from backlight import intervals
 from backlight.call import Call
 from backlight.cases import DTYPE_NAMES, Case
-from backlight.problems.draw import borders, call_of, mask_terms, normal, terms_to_draw
+from backlight.problems.draw import borders, call_of, mask_terms, normal, pair_bias_term, terms_to_draw
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 PHASES = ("forward", "backward", "both")
@@ -105,6 +105,8 @@ class Workload:
         names = ("q", "k", "v", *terms_to_draw(case.spec, chosen), "dy")
         drawn = normal(case.sizes, names, dtype=self.dtype, seed=seed, device=device) | chosen
         drawn |= {name: x.to(device) for name, x in self._mask(seed).items()}
+        if case.pair_bias is not None:
+            drawn["pair_bias"] = pair_bias_term(case.sizes, case.pair_bias, self.dtype, seed, device, torch.float32)
         cu_q = None if case.lengths_q is None else borders(case.lengths_q, device)
         cu_k = cu_q if case.lengths_k is None else borders(case.lengths_k, device)
         return Tensors(self, call_of(case.spec, drawn, cu_q, cu_k), drawn["dy"])

@@ -2,8 +2,13 @@
 
 from backlight.compat import flash_attn_func                 # was: from flash_attn import flash_attn_func
 from backlight.compat import lazy_attention                  # Lazy Attention's published call
+from backlight.compat import triangle_attention, attention_pair_bias        # was: from cuequivariance_torch import ...
+from backlight.compat import DS4Sci_EvoformerAttention       # was: from deepspeed.ops.deepspeed4science import ...
+from backlight.compat import scaled_dot_product_attention    # was: from torch.nn.functional import ...
 """
 
+from backlight.compat.cuequivariance import attention_pair_bias, triangle_attention
+from backlight.compat.deepspeed import DS4Sci_EvoformerAttention
 from backlight.compat.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -13,8 +18,11 @@ from backlight.compat.flash_attn import (
     flash_attn_varlen_qkvpacked_func,
 )
 from backlight.compat.lazy import lazy_attention
+from backlight.compat.sdpa import scaled_dot_product_attention
 
 __all__ = [
+    "DS4Sci_EvoformerAttention",
+    "attention_pair_bias",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -22,4 +30,6 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "lazy_attention",
+    "scaled_dot_product_attention",
+    "triangle_attention",
 ]

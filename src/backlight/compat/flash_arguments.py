@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import backlight
 from backlight.arguments import (
     FLOATS,
     INTEGERS,
@@ -80,9 +81,4 @@ def bias_of(alibi_slopes: Any, q: Tensor, causal: bool, sq: int, sk: int) -> dic
         raise NotImplementedError(f"alibi_slopes must be [{heads}], one per query head, got shape {shape}")
     check_dtype("alibi_slopes", alibi_slopes, FLOATS)
     check_device("alibi_slopes", alibi_slopes, "q", q.device)
-    # distances i' - j run from 1 - sq to sk - 1
-    behind, ahead = max(sk, 1), 0 if causal else max(sq, 1)
-    # bf16 holds no whole number between 256 and 258, fp16 none between 2048 and 2050
-    dtype = torch.float64 if alibi_slopes.dtype == torch.float64 else torch.float32
-    distance = torch.arange(-ahead, behind, device=q.device).abs().to(dtype)
-    return {"bias": -alibi_slopes.to(dtype)[:, None] * distance, "bias_origin": ahead}
+    return backlight.alibi(alibi_slopes, sq, sk, causal=causal)

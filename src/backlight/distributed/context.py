@@ -14,13 +14,13 @@ from typing_extensions import Unpack
 
 from backlight import registry
 from backlight.arguments import check_choice, check_flag, check_number, shown
-from backlight.call import Call
+from backlight.call import Call, check_pair_sizes
 from backlight.contexts import entered
 from backlight.distributed import rule
-from backlight.distributed.autograd import Strategy, run
+from backlight.distributed.autograd import Strategy, Tensors, run, run_tangent
 from backlight.distributed.blocks import Shards
 from backlight.distributed.communicator import Communicator, TorchCommunicator
-from backlight.distributed.dtensor import localise
+from backlight.distributed.dtensor import local_tangents, localise
 from backlight.distributed.handshake import STRATEGIES, Agreement, Settings, agree, borders, refuse, signature
 from backlight.distributed.heads import AllToAll
 from backlight.distributed.layout import LAYOUTS
@@ -76,19 +76,38 @@ class ContextParallel(Sequences):
         y, lse = run(strategy, call, self.sum_learned, self._calls, self._backward_compared)
         return placed(y), placed(lse)
 
+    @torch.compiler.disable
+    def attention_jvp(
+        self, bind: Callable[[], tuple[Call, Tensors]], backend: str | None
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """((y, lse), (ty, tlse)) of this rank's rows; `bind()` makes the local call and its tangents."""
+        tangents: Tensors = ()
+
+        def call_alone() -> Call:
+            nonlocal tangents
+            call, tangents = bind()
+            tangents = local_tangents(call, tangents, self.mesh, self.layout)
+            return call
+
+        strategy, call, placed = self.prepare(call_alone, backend, tangent=True)
+        first, second = run_tangent(strategy, call, tangents, self.sum_learned, self._calls, self._backward_compared)
+        return (placed(first[0]), placed(first[1])), (placed(second[0]), placed(second[1]))
+
     def explain(self, bind: Callable[[], Call], backend: str | None) -> tuple[Call, dict[str, tuple[str, ...]]]:
         """A call such as this rank's backend gets, and every backend's reasons against it. Nothing is sent."""
         call, _ = localise(bind(), self.mesh, self.layout)
         run = call if self.strategy == "all_to_all" else typical_block(call)
         return run, registry.refusals(run)
 
-    def prepare(self, bind: Callable[[], Call], backend: str | None) -> tuple[Strategy, Call, Callable[[Tensor], Tensor]]:
+    def prepare(
+        self, bind: Callable[[], Call], backend: str | None, tangent: bool = False
+    ) -> tuple[Strategy, Call, Callable[[Tensor], Tensor]]:
         """The strategy all ranks agreed upon, this rank's call, and a function that makes DTensors of outputs if inputs are."""
         settings = Settings(self.layout, self.strategy, self.sum_learned, backend)
         try:
             call, placed = localise(bind(), self.mesh, self.layout)
             mine = signature(call, settings)
-            check_backend(call, backend, whole=self.strategy == "all_to_all")
+            check_backend(call, backend, whole=self.strategy == "all_to_all", tangent=tangent)
         except Exception:
             refuse(self.communicator)
             raise
@@ -99,6 +118,8 @@ class ContextParallel(Sequences):
         agreed = agree(self.communicator, mine, call, self.layout)
         self._count(agreed)
         sq, sk = agreed.sq, agreed.sk
+        if call.pair_bias is not None:
+            check_pair_sizes(call.pair_bias, (*call.q.shape[:2], sq, sk))
         n_bias = 0 if call.bias is None else call.bias.shape[1]
         shards = Shards(call.spec, self.layout, self.world, sq, sk, borders(call), n_bias)
         shape = rule.Shape(
@@ -148,7 +169,8 @@ def context_parallel(
 ) -> Iterator[ContextParallel]:
     """Attention calls inside take q, k, v (and gate) as this rank's shard of the sequence and see the keys of all ranks.
 
-    A mask is sharded too (`ContextParallel.shard_mask`); its intervals count rows of the whole sequence.
+    A mask is sharded too (`ContextParallel.shard_mask`); its intervals count rows of the whole sequence. A pair_bias is given
+    whole on every rank, in the order of the whole sequence, and needs strategy "all_to_all".
 
     Args:
         mesh: a one-dimensional `DeviceMesh` (of a larger one, take a dimension: mesh["cp"]), or its process group.

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from backlight.call import Call
 from backlight.distributed.layout import cut, pieces
 from backlight.distributed.masking import KEYS_OF_ROWS, ROWS_OF_POS
-from backlight.spec import SEQUENCE_OF, TERM_NAMES
+from backlight.spec import LEARNED, SEQUENCE_OF, TERM_NAMES
 
 SEQUENCE = 2
 MASK_DIMS = {"rows": KEYS_OF_ROWS, "pos": ROWS_OF_POS}
@@ -44,6 +44,15 @@ def localise(call: Call, mesh: DeviceMesh | None, layout: str) -> tuple[Call, Ca
         return DTensor.from_local(output, of_mesh, [Shard(SEQUENCE)], run_check=False, shape=whole.shape, stride=whole.stride())
 
     return replace(call, **local, **learned), placed
+
+
+def local_tangents(
+    call: Call, tangents: tuple[Tensor | None, ...], mesh: DeviceMesh | None, layout: str
+) -> tuple[Tensor | None, ...]:
+    """Tangents are sharded and placed as what they are tangents of."""
+    given: dict[str, Any] = {name: t for name, t in zip(LEARNED, tangents, strict=True) if t is not None}
+    local, _ = localise(replace(call, **given), mesh, layout)
+    return tuple(getattr(local, name) if name in given else None for name in LEARNED)
 
 
 def _same(output: Tensor) -> Tensor:

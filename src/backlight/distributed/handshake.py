@@ -17,7 +17,7 @@ from backlight.distributed.communicator import Communicator
 from backlight.distributed.layout import LAYOUTS, Borders, lengths
 from backlight.spec import LEARNED, TERM_NAMES
 
-STEP, BACKWARD, UNSHARD = "options check", "backward check", "unshard"
+STEP, BACKWARD, UNSHARD, TANGENT = "options check", "backward check", "unshard", "tangents check"
 # ranks that make different calls must still understand each other, so every message has the same size: the step's name,
 # how many numbers follow, and the numbers
 NAME_BYTES, NUMBERS = 40, 40
@@ -68,6 +68,10 @@ def _flag_words(number: int) -> str:
     return "given" if number else "not given"
 
 
+def _pair_size(place: int, call: Call, _: Settings) -> int:
+    return ABSENT if call.pair_bias is None else call.pair_bias.shape[place]
+
+
 def _sizes(rows: Tensor | None) -> int:
     """Batch, heads and ends of a mask, as one number."""
     return ABSENT if rows is None else (rows.shape[0] << 36) + (rows.shape[1] << 4) + rows.shape[2]
@@ -115,6 +119,10 @@ FIELDS = (
     Field("bias_origin", lambda c, s: c.spec.bias_origin),
     # of bias the length is compared
     *(Field(name, partial(_is_given, name), _flag_words) for name in TERM_NAMES if name != "bias"),
+    *(
+        Field(f"the {axis} of pair_bias", partial(_pair_size, place), _optional_words)
+        for place, axis in enumerate(("batch size", "heads", "rows", "keys"))
+    ),
     Field("the sizes of the mask", lambda c, s: _sizes(c.rows), _sizes_words),
     Field(
         "the batch size of the mask's pos", lambda c, s: _optional(None if c.pos is None else c.pos.shape[0]), _optional_words
@@ -201,6 +209,12 @@ def agree_backward(communicator: Communicator, number: int, has_dlse: bool) -> b
     rows = meet(communicator, [number, int(has_dlse)], BACKWARD)
     _check_equal("the call whose backward runs", [row[0] for row in rows], lambda n: f"call {n}")
     return any(row[1] for row in rows)
+
+
+def agree_tangents(communicator: Communicator, given: Sequence[bool]) -> list[bool]:
+    """Which inputs have a tangent on some rank: the others' keys come with theirs."""
+    rows = meet(communicator, [int(each) for each in given], TANGENT)
+    return [any(column) for column in zip(*rows, strict=True)]
 
 
 def agree_shard(communicator: Communicator, shard: Tensor, dim: int, layout: str) -> list[int]:

@@ -6,19 +6,21 @@ an ordinary call, and the results go back the same way. Exact to the bit, since 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from backlight import registry
+from backlight import differentiating, registry
 from backlight.call import Call, learned_tensors
 from backlight.distributed.blocks import Shards
 from backlight.distributed.communicator import Communicator
 from backlight.distributed.layout import Range, cut, place
+from backlight.distributed.ring_tangent import Moved
 from backlight.distributed.rows import stored
-from backlight.spec import PER_HEAD, SEQUENCE_OF
+from backlight.spec import OF_PAIRS, PER_HEAD, SEQUENCE_OF
 
 
 @dataclass(frozen=True)
@@ -28,24 +30,46 @@ class AllToAll:
     communicator: Communicator
     shards: Shards
     backend: str | None
+    keeps_inputs: ClassVar = False
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """(y, lse, what the backward needs) of this rank's rows."""
-        cut = [name for name in SEQUENCE_OF if getattr(call, name) is not None]
-        sent = [getattr(call, name) for name in cut]
-        received = self._to_heads(sent, [SEQUENCE_OF[name] for name in cut], "forward, sequence to heads")
-        of_heads = {name: self._own_heads(getattr(call, name)) for name in PER_HEAD} | {"rows": self._own_rows(call)}
-        own = replace(call, **dict(zip(cut, received, strict=True)), **of_heads, _segments=None)  # type: ignore[arg-type]
+        own, _ = self._own(call, {})
         y, lse, u = registry.choose(own, self.backend).forward(own, True)
         (y_rows,) = self._to_rows([y], ["rows"], "forward, heads to sequence")
         (lse_rows,) = self._to_rows([lse[..., None]], ["rows"], "forward, lse")
         return stored(y_rows, call.q), lse_rows[..., 0], [*learned_tensors(own), y, lse, u]
 
+    def tangent(self, call: Call, tangents: Mapping[str, Tensor]) -> Moved:
+        """y, lse, their tangents and what the backward needs, of this rank's rows."""
+        own, along = self._own(call, tangents)
+        y, lse, u, ty, tlse, _ = differentiating.choose("tangent", own, self.backend).tangent(own, along, None)
+        outputs = self._to_rows([y, ty], ["rows"] * 2, "forward, heads to sequence")
+        sums = self._to_rows([lse[..., None], tlse[..., None]], ["rows"] * 2, "forward, lse")
+        (y_rows, ty_rows), (lse_rows, tlse_rows) = (stored(x, call.q) for x in outputs), (x[..., 0] for x in sums)
+        return Moved(y_rows, lse_rows, ty_rows, tlse_rows, [*learned_tensors(own), y, lse, u])
+
+    def _own(self, call: Call, tangents: Mapping[str, Tensor]) -> tuple[Call, dict[str, Tensor]]:
+        """The call of this rank's heads and the whole sequence, and its tangents."""
+        cut = [name for name in SEQUENCE_OF if getattr(call, name) is not None]
+        moving = [name for name in SEQUENCE_OF if name in tangents]
+        sent = [*(getattr(call, name) for name in cut), *(tangents[name] for name in moving)]
+        received = self._to_heads(sent, [SEQUENCE_OF[name] for name in (*cut, *moving)], "forward, sequence to heads")
+        of_heads = {name: self._own_heads(getattr(call, name)) for name in PER_HEAD}
+        of_heads |= {name: self._own_of(getattr(call, name)) for name in (*OF_PAIRS, "rows")}
+        changes: dict[str, Any] = dict(zip(cut, received[: len(cut)], strict=True)) | of_heads
+        along = dict(zip(moving, received[len(cut) :], strict=True))
+        along |= {name: tangents[name][self._heads(len(tangents[name]))] for name in PER_HEAD if name in tangents}
+        for name in OF_PAIRS:
+            if (pairs := self._own_of(tangents.get(name))) is not None:
+                along[name] = pairs
+        return replace(call, **changes, _segments=None), along
+
     def backward(
         self, call: Call, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]
     ) -> dict[str, Tensor]:
-        """The gradients in `needs` of this rank's rows and keys; those of bias, sink and tau for this rank's heads, else 0."""
-        call = replace(call, rows=self._own_rows(call))
+        """The gradients in `needs` of this rank's rows and keys; those of other terms for this rank's heads, else 0."""
+        call = replace(call, rows=self._own_of(call.rows))
         (dy,) = self._to_heads([dy], ["rows"], "backward, dy to heads")
         if dlse is not None:
             dlse = self._to_heads([dlse[..., None]], ["rows"], "backward, dlse to heads")[0][..., 0]
@@ -55,10 +79,18 @@ class AllToAll:
         rows = self._to_rows([found[name] for name in names], sides, "backward, heads to sequence")
         out = dict(zip(names, rows, strict=True))
         for name in found.keys() - out.keys():
-            total = found[name].new_zeros(found[name].shape[0] * self.shards.world, *found[name].shape[1:])
-            total[self._heads(len(total))] = found[name]
-            out[name] = total.to(call.accumulator_dtype)
+            out[name] = self._among_all(found[name], 1 if name[1:] in OF_PAIRS else 0, call).to(call.accumulator_dtype)
         return out
+
+    def _among_all(self, own: Tensor, axis: int, call: Call) -> Tensor:
+        """A gradient of this rank's heads among zeros for the others; one that all heads share is a summand as it is."""
+        if own.shape[axis] < call.q.shape[1]:
+            return own
+        shape = list(own.shape)
+        shape[axis] *= self.shards.world
+        total = own.new_zeros(shape)
+        total.movedim(axis, 0)[self._heads(shape[axis])] = own.movedim(axis, 0)
+        return total
 
     def _heads(self, heads: int, rank: int | None = None) -> slice:
         rank = self.communicator.rank if rank is None else rank
@@ -68,11 +100,11 @@ class AllToAll:
     def _own_heads(self, parameter: Tensor | None) -> Tensor | None:
         return None if parameter is None else parameter[self._heads(len(parameter))]
 
-    def _own_rows(self, call: Call) -> Tensor | None:
-        """The mask of this rank's heads."""
-        if call.rows is None or call.rows.shape[1] == 1:
-            return call.rows
-        return call.rows[:, self._heads(call.rows.shape[1])]
+    def _own_of(self, term: Tensor | None) -> Tensor | None:
+        """This rank's heads of a mask or of a pair bias, which may have one for all."""
+        if term is None or term.shape[1] == 1:
+            return term
+        return term[:, self._heads(term.shape[1])]
 
     def _ranges(self, side: str, rank: int) -> tuple[Range, ...]:
         return self.shards.rows(rank) if side == "rows" else self.shards.keys(rank)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from backlight import registry
+from backlight import differentiating, registry
 from backlight.call import Call, Part
 from backlight.distributed.blocks import Block
+from backlight.distributed.merge import Dual
 from backlight.spec import packed_segments
 
 # what blocks are cut for; a term that is not here needs all keys of a row in one place
@@ -19,19 +21,21 @@ RING_TAKES = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "g
 NARROW = 8
 
 
-def check_backend(call: Call, name: str | None, whole: bool) -> None:
+def check_backend(call: Call, name: str | None, whole: bool, tangent: bool = False) -> None:
     """Raises `Unsupported` before anything is sent.
 
+    tangent: that of the call is asked for, too.
     whole: heads are traded, so that the call is run as it is. Else in blocks, which differ from it in lengths and windows, and
     in the sink, which is added once per row.
     """
+    choose = partial(differentiating.choose, "tangent") if tangent else registry.choose
     if whole:
-        registry.choose(call, name)
+        choose(call, name)
         return
     unknown = [feature for feature in call.features if feature not in RING_TAKES]
     if unknown:
         raise NotImplementedError(f"strategy must be all_to_all for a call with {unknown[0]}, which ring does not take")
-    registry.choose(typical_block(call), name)
+    choose(typical_block(call), name)
 
 
 def typical_block(call: Call) -> Call:
@@ -63,7 +67,8 @@ def block_call(
     if elastic:
         assert part.lse is not None
         assert part.n is not None
-        part = Part(part.lse[:, :, rows].contiguous(), part.n[..., rows])
+        tlse = None if part.tlse is None else part.tlse[:, :, rows].contiguous()
+        part = Part(part.lse[:, :, rows].contiguous(), part.n[..., rows], tlse)
     gated = gate and call.gate is not None
     spec = block.spec.replace(tau=elastic, sink=elastic and call.sink is not None, gate=gated)
     cu_q, cu_k = (None, None) if block.borders is None else (_on(call.q.device, values) for values in block.borders)
@@ -76,6 +81,8 @@ def block_call(
         call.sink if spec.sink else None,
         call.tau if spec.tau else None,
         call.gate[:, :, rows] if gated and call.gate is not None else None,
+        # a ring takes no pair bias
+        None,
         *mask,
         cu_q,
         cu_k,
@@ -93,6 +100,13 @@ def block_forward(call: Call, name: str | None, save_u: bool = False) -> tuple[T
 def block_lse(call: Call, name: str | None) -> Tensor:
     """lse of a block whose v is not at hand: the first columns of k stand in for it."""
     return block_forward(call, name)[1]
+
+
+def block_tangent(call: Call, name: str | None, tangents: Mapping[str, Tensor]) -> tuple[Dual, Tensor | None]:
+    """o, lse and their tangents, and u, of a block; of an elastic part they are summands (`Part`)."""
+    met = {each: t for each, t in tangents.items() if getattr(call, each) is not None}
+    o, lse, u, to, tlse, _ = differentiating.choose("tangent", call, name).tangent(call, met, None)
+    return Dual(o, lse, to, tlse), u
 
 
 def block_backward(

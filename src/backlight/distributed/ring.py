@@ -7,8 +7,9 @@ dk and dv are summed in fp32 (fp64 for fp64 inputs), in the same order every tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from backlight.distributed.communicator import Communicator, Pending
 from backlight.distributed.local import NARROW, block_backward, block_call, block_forward, block_lse
 from backlight.distributed.masking import counts, local_rows, of_block
 from backlight.distributed.merge import add_sink, merge_, merge_lse_
+from backlight.distributed.ring_tangent import Moved, ring_tangent
 from backlight.distributed.rows import finish, gated, prepare, stored
 
 TAGS_PER_STEP = 4
@@ -31,6 +33,7 @@ class Ring:
     communicator: Communicator
     shards: Shards
     backend: str | None
+    keeps_inputs: ClassVar = True
 
     @property
     def rank(self) -> int:
@@ -48,8 +51,8 @@ class Ring:
 
     def _softmax(self, call: Call) -> tuple[Tensor, Tensor]:
         """(o, lse) over the keys of all ranks, without the sink."""
-        o, lse, mask = self._zeros(call), self._no_lse(call), self._masks(call)
-        for _, source, (k, v) in self._visits([call.k, call.v], "forward"):
+        o, lse, mask = self.zeros(call), self.no_lse(call), self.masks(call)
+        for _, source, (k, v) in self.visits([call.k, call.v], "forward"):
             for block in self.shards.blocks(self.rank, source):
                 rows = slice(block.q0, block.q1)
                 part = block_call(call, block, k, v, gate=False, part=Part(), mask=mask(block, source))
@@ -58,15 +61,15 @@ class Ring:
 
     def _elastic(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Eq. 46: the normaliser of the whole row first, from the keys alone; then plain sums of o and u."""
-        lse, mask = self._no_lse(call), self._masks(call)
-        for _, source, (k,) in self._visits([call.k], "forward, lse"):
+        lse, mask = self.no_lse(call), self.masks(call)
+        for _, source, (k,) in self.visits([call.k], "forward, lse"):
             for block in self.shards.blocks(self.rank, source):
                 part = block_call(call, block, k, k[..., :NARROW], gate=False, part=Part(), mask=mask(block, source))
                 merge_lse_(lse[:, :, block.q0 : block.q1], block_lse(part, self.backend))
         lse = add_sink(lse, call.sink)[0].to(call.accumulator_dtype)
-        o, u = self._zeros(call), self._zeros(call)
+        o, u = self.zeros(call), self.zeros(call)
         whole = Part(lse, counts(call, self.shards, self.rank))
-        for _, source, (k, v) in self._visits([call.k, call.v], "forward"):
+        for _, source, (k, v) in self.visits([call.k, call.v], "forward"):
             for block in self.shards.blocks(self.rank, source):
                 part = block_call(call, block, k, v, gate=False, part=whole, mask=mask(block, source))
                 o_part, _, u_part = block_forward(part, self.backend, save_u=True)
@@ -75,6 +78,10 @@ class Ring:
                 u[:, :, block.q0 : block.q1] += u_part
         return gated(call, o), lse, stored(u, call.q)
 
+    def tangent(self, call: Call, tangents: Mapping[str, Tensor]) -> Moved:
+        """y, lse, their tangents and what the backward needs, of this rank's rows."""
+        return ring_tangent(self, call, tangents)
+
     # --- backward ------------------------------------------------------------------------------------------------------------
 
     def backward(
@@ -82,7 +89,7 @@ class Ring:
     ) -> dict[str, Tensor]:
         """The gradients in `needs` (eq. 44); those of bias, sink and tau over this rank's rows, in the accumulator dtype."""
         n = None if call.tau is None else counts(call, self.shards, self.rank)
-        mask = self._masks(call)
+        mask = self.masks(call)
         prepared = prepare(call, y, lse, u, dy, dlse, needs)
         whole = Part() if n is None else Part(lse, n)
         sums = {
@@ -94,7 +101,7 @@ class Ring:
         if not sums:
             return prepared.gradients
         returns = _Returns(self, {name: sums[name] for name in ("dk", "dv") if name in sums})
-        for step, source, (k, v) in self._visits([call.k, call.v], "backward"):
+        for step, source, (k, v) in self.visits([call.k, call.v], "backward"):
             keys_sums = returns.home if step == 0 else returns.blank(k, v)
             for block in self.shards.blocks(self.rank, source):
                 rows, keys = slice(block.q0, block.q1), slice(block.k0, block.k1)
@@ -115,14 +122,14 @@ class Ring:
         done = {name: stored(sums[name], x) for name, x in inputs.items() if name in sums}
         return sums | done | prepared.gradients
 
-    def _masks(self, call: Call) -> Callable[[Block, int], tuple[Tensor | None, Tensor | None]]:
+    def masks(self, call: Call) -> Callable[[Block, int], tuple[Tensor | None, Tensor | None]]:
         """(rows, pos) of a block against the keys of a source."""
         rows = local_rows(call, self.shards, self.rank)
         return lambda block, source: of_block(rows, call.pos, block, self.shards, self.rank, source)
 
     # --- the ring ------------------------------------------------------------------------------------------------------------
 
-    def _visits(self, mine: Sequence[Tensor], what: str) -> Iterator[tuple[int, int, list[Tensor]]]:
+    def visits(self, mine: Sequence[Tensor], what: str) -> Iterator[tuple[int, int, list[Tensor]]]:
         """(step, source, the source's tensors) of every step; tensors without keys where nothing of the source is visible."""
         world = self.shards.world
         own = [x.contiguous() for x in mine]
@@ -149,10 +156,10 @@ class Ring:
         )
         return coming, pending
 
-    def _zeros(self, call: Call) -> Tensor:
+    def zeros(self, call: Call) -> Tensor:
         return call.q.new_zeros(*call.q.shape[:3], call.v.shape[-1], dtype=call.accumulator_dtype)
 
-    def _no_lse(self, call: Call) -> Tensor:
+    def no_lse(self, call: Call) -> Tensor:
         return call.q.new_full(call.q.shape[:3], -torch.inf, dtype=torch.float64)
 
 

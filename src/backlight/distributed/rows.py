@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from backlight.call import Call
-from backlight.distributed.merge import add_sink
+from backlight.distributed.merge import Dual, add_sink
 
 
 def finish(call: Call, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -23,6 +24,17 @@ def gated(call: Call, o: Tensor) -> Tensor:
     if call.gate is not None:
         o = o * torch.sigmoid(call.gate.to(o.dtype))
     return stored(o, call.q)
+
+
+def gated_tangent(call: Call, tangents: Mapping[str, Tensor], dual: Dual) -> Tensor:
+    """ty of whole rows (eq. 51), rounded as y is."""
+    if call.gate is None:
+        return stored(dual.to, call.q)
+    weight = torch.sigmoid(call.gate.to(dual.o.dtype))
+    moved = dual.to
+    if "gate" in tangents:
+        moved = moved + dual.o * (1 - weight) * tangents["gate"].to(dual.o.dtype)
+    return stored(weight * moved, call.q)
 
 
 def stored(value: Tensor, like: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from backlight.arguments import check_flag, check_whole
-from backlight.mask.inputs import Wholes, check_length, keys, one_run, per_entry, per_key, place, same_device, wholes
+from backlight.mask.inputs import Wholes, check_length, keys, of_entries, one_run, per_entry, per_key, place, same_device
 from backlight.mask.mask import Mask
 
 Device = torch.device | str | None
@@ -38,7 +38,7 @@ def documents(
     ids: [S] or [B, S]: a document is a run of equal numbers; a number that comes back later begins another one. Keys with a
         negative number are padding, which no row sees.
     lengths: instead of ids, [Z] or [B, Z]: documents one after another; what is left of `length` is padding.
-    length: S, with lengths; their sum where it is not said, for which a device is waited for.
+    length: S, with lengths; their sum where it is not said, for which the device of a tensor is waited for.
     causal: of rows and keys of the same positions. With `attention(..., causal=True)` it need not be said.
     """
     check_flag("causal", causal)
@@ -48,37 +48,40 @@ def documents(
         if length is not None:
             raise TypeError("length goes with lengths; ids have a length of their own")
         numbers = per_entry("ids", ids, "S", device)
-    else:
-        numbers = _numbered(per_entry("lengths", lengths, "Z", device), length)
-    start, end = _run_of(numbers)
-    own = torch.arange(numbers.shape[1], device=numbers.device)
-    first = own.expand_as(start) if causal else start
-    return one_run(first[:, None], torch.where(numbers < 0, first, end)[:, None])
-
-
-def _numbered(lengths: Tensor, length: int | None) -> Tensor:
-    """Which document each position belongs to, [B, length]; -1 beyond the last."""
-    ends = lengths.clamp(min=0).cumsum(dim=1)
+        # a sequence may begin with number 1, if its first id is not its last
+        number = (numbers != numbers.roll(1, dims=1)).cumsum(dim=1, dtype=torch.int32)
+        return _runs(number.contiguous(), numbers >= 0, causal)
     if length is None:
-        length = int(ends[:, -1].max()) if ends.numel() else 0
+        length = _total(per_entry("lengths", lengths, "Z", "cpu"))
     check_length(length)
+    each = per_entry("lengths", lengths, "Z", device)
+    number = _numbered(each, length)
+    return _runs(number, number < each.shape[1], causal)
+
+
+def _total(lengths: Tensor) -> int:
+    """The longest sum; a tensor's device is waited for."""
+    return int(lengths.clamp(min=0).sum(dim=1).max()) if lengths.numel() else 0
+
+
+def _numbered(lengths: Tensor, length: int) -> Tensor:
+    """Which document each position belongs to, int32 [B, length]; beyond the last, how many there are."""
+    ends = lengths.clamp(min=0).cumsum(dim=1)
     own = torch.arange(length, device=lengths.device).expand(lengths.shape[0], -1).contiguous()
-    at = torch.searchsorted(ends, own, right=True)
-    return at.masked_fill(at >= lengths.shape[1], -1)
+    return torch.searchsorted(ends, own, right=True, out_int32=True)
 
 
-def _run_of(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """[start, end) of the run of equal numbers around each position, [B, S] each."""
-    size = numbers.shape[1]
-    own = torch.arange(size, device=numbers.device)
-    changes = numbers[:, 1:] != numbers[:, :-1]
-    border = torch.ones_like(numbers[:, :1], dtype=torch.bool)
-    begins, ends = torch.cat([border, changes], dim=1), torch.cat([changes, border], dim=1)
-    if not size:
-        return numbers, numbers
-    start = torch.where(begins, own, 0).cummax(dim=1).values
-    end = torch.where(ends, own + 1, size).flip(1).cummin(dim=1).values.flip(1)
-    return start, end
+def _runs(number: Tensor, seen: Tensor, causal: bool) -> Mask:
+    """The mask of runs of positions with the same number, which never falls, int32 [B, S]; keys that are not seen are empty.
+
+    So many numbers are smaller: that is where a run begins, and where the next one does.
+    """
+    after = number + seen
+    if causal:
+        end = torch.searchsorted(number, after, out_int32=True)
+        return one_run(keys(number.shape[1], number.device), end[:, None])
+    both = torch.searchsorted(number, torch.cat([number, after], dim=1), out_int32=True)
+    return Mask(both.unflatten(1, (2, -1) if number.shape[1] else (2, 0))[:, None])
 
 
 def prefix(lengths: Wholes, length: int, *, device: Device = None) -> Mask:
@@ -95,11 +98,9 @@ def prefix(lengths: Wholes, length: int, *, device: Device = None) -> Mask:
     length:  S. Not with `attention(..., causal=True)`, which would hide the prefix from its own first rows.
     """
     check_length(length)
-    found = wholes("lengths", lengths, device)
-    if found.dim() > 1:
-        raise ValueError(f"lengths must be a number or [B], got shape {tuple(found.shape)}")
-    own = keys(length, found.device)
-    return one_run(torch.where(own < found.reshape(-1, 1, 1), 0, own), torch.full_like(own, length))
+    ahead, where = of_entries("lengths", lengths, length, device)
+    own = keys(length, where)
+    return one_run(own * (own >= ahead), torch.full_like(own, length))
 
 
 def spans(starts: Wholes, ends: Wholes, length: int, *, window: int | None = None, device: Device = None) -> Mask:
@@ -123,28 +124,17 @@ def spans(starts: Wholes, ends: Wholes, length: int, *, window: int | None = Non
     same_device("ends", stop, "starts", begin)
     if begin.shape != stop.shape:
         raise ValueError(f"ends must have the shape of starts, {tuple(begin.shape)}, got {tuple(stop.shape)}")
-    start, end = _span_of(begin, stop, length)
-    own = torch.arange(length, device=begin.device)
-    inside = own < end
-    reach = torch.full_like(own, length) if window is None else (own + window + 1).clamp(max=length)
-    return one_run(
-        torch.where(inside, start, own)[:, None],
-        torch.where(inside, torch.maximum(reach, end), reach)[:, None],
-    )
-
-
-def _span_of(begin: Tensor, stop: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """[start, end) of the last span that begins at or before each position, [B, length] each; (0, 0) before the first."""
-    last = torch.zeros(begin.shape[0], length + 1, dtype=torch.int64, device=begin.device)
     if not length:
-        return last[:, :0], last[:, :0]
-    # spans that begin before the sequence begin with it; empty ones are put beyond its end
-    begin = begin.clamp(min=0)
-    cell = torch.where((stop > begin) & (begin < length), begin, length)
-    end_at = last.scatter_reduce(1, cell, stop.clamp(min=0, max=length), "amax")[:, :length]
-    own = torch.arange(length, device=begin.device)
-    start = torch.where(end_at > 0, own, 0).cummax(dim=1).values
-    return start, end_at.gather(1, start)
+        return one_run(begin[:, None, :0], begin[:, None, :0])
+    # how far the rows of a span reach, and others to themselves; one that is empty or not in the sequence changes nothing
+    reach = torch.arange(1, length + 1, device=begin.device).expand(begin.shape[0], -1)
+    reach = reach.scatter_reduce(1, begin.long().clamp(0, length - 1), stop.long().clamp(max=length), "amax")
+    reach = reach.cummax(dim=1).values
+    start = torch.searchsorted(reach, reach, out_int32=True)[:, None]
+    if window is None:
+        return one_run(start, torch.full_like(start, length))
+    behind = keys(length, begin.device, min(window, length) + 1)
+    return one_run(start, torch.maximum(reach.int()[:, None], behind).clamp(max=length))
 
 
 def blocks(size: int | None = None, length: int | None = None, *, starts: Wholes | None = None, device: Device = None) -> Mask:
@@ -165,9 +155,11 @@ def blocks(size: int | None = None, length: int | None = None, *, starts: Wholes
     if (size is None) == (starts is None):
         raise TypeError("blocks needs size or starts, one of them")
     if size is None:
-        begin = per_entry("starts", starts, "n", device)
-        start, _ = _span_of(begin, torch.full_like(begin, length), length)
-        return one_run(start[:, None], torch.full_like(start, length)[:, None])
+        begin = per_entry("starts", starts, "n", device).long().clamp(0, length)
+        marks = torch.zeros(begin.shape[0], length + 1, dtype=torch.bool, device=begin.device).scatter_(1, begin, True)
+        number = marks[:, :length].cumsum(dim=1, dtype=torch.int32)
+        start = torch.searchsorted(number, number, out_int32=True)[:, None]
+        return one_run(start, torch.full_like(start, length))
     check_whole("size", size, least=1)
     own = keys(length, place(device))
     return one_run(own - own % size, torch.full_like(own, length))
@@ -186,7 +178,7 @@ def chunks(size: int, length: int, *, device: Device = None) -> Mask:
     check_whole("size", size, least=1)
     check_length(length)
     own = keys(length, place(device))
-    return one_run(own, (own - own % size + size).clamp(max=length))
+    return one_run(own, (keys(length, own.device, size) - own % size).clamp(max=length))
 
 
 def evict(evicted_at: Wholes, *, device: Device = None) -> Mask:
@@ -221,11 +213,9 @@ def global_first(n: Wholes, window: int, length: int, *, device: Device = None) 
     """
     check_length(length)
     check_whole("window", window, least=0)
-    found = wholes("n", n, device)
-    if found.dim() > 1:
-        raise ValueError(f"n must be a number or [B], got shape {tuple(found.shape)}")
-    own = keys(length, found.device)
-    return one_run(own, torch.where(own < found.reshape(-1, 1, 1), length, (own + window + 1).clamp(max=length)))
+    first, where = of_entries("n", n, length, device)
+    own, behind = keys(length, where), keys(length, where, min(window, length) + 1)
+    return one_run(own, torch.add(behind, own < first, alpha=length).clamp(max=length))
 
 
 def _needed(name: str, length: Any) -> int:

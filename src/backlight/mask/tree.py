@@ -31,15 +31,30 @@ def tree(parents: Wholes, *, preorder: bool = False, device: torch.device | str 
     `Mask.last_rows`. Work is O(S log S) on the device of parents. Where that waits for nothing, parents are checked.
     """
     check_flag("preorder", preorder)
-    found = per_entry("parents", parents, "S", device)
+    found = per_entry("parents", parents, "S", device).long()
     size = found.shape[1]
     if found.device.type == "cpu":
         _check(found, size, preorder)
     own = torch.arange(size, device=found.device).expand_as(found)
-    before, sizes = _walk(torch.where((found < size) & (found != own), found, -1))
+    above = torch.where((found < size) & (found != own), found, -1).clamp(min=-1)
     if preorder:
-        return one_run(own[:, None], (own + sizes)[:, None])
+        return one_run(own[:, None], _ends(above)[:, None])
+    before, sizes = _walk(above)
     return Mask(one_run(before[:, None], (before + sizes)[:, None]).rows, as_int32(before))
+
+
+def _ends(parents: Tensor) -> Tensor:
+    """Where the subtree of each node ends, [B, S], of nodes in preorder: at the next sibling of it, or of the nearest ancestor
+    that has one. That ancestor is found by pointer doubling."""
+    size = parents.shape[1]
+    order = parents.sort(dim=1, stable=True)
+    same = order.values[:, 1:] == order.values[:, :-1]
+    sibling = torch.full_like(parents, size)
+    sibling = sibling.scatter(1, order.indices[:, :-1], torch.where(same, order.indices[:, 1:], size))
+    nearest = torch.where((sibling < size) | (parents < 0), torch.arange(size, device=parents.device), parents)
+    for _ in range(size.bit_length()):
+        nearest = nearest.gather(1, nearest)
+    return sibling.gather(1, nearest)
 
 
 def _check(parents: Tensor, size: int, preorder: bool) -> None:
@@ -67,7 +82,7 @@ def _walk(parents: Tensor) -> tuple[Tensor, Tensor]:
     if not size:
         return parents, parents
     own = torch.arange(size, device=parents.device).expand_as(parents)
-    order = parents.clamp(min=-1).sort(dim=1, stable=True)
+    order = parents.sort(dim=1, stable=True)
     # neighbours in this order are siblings where they have the same parent
     same = order.values[:, 1:] == order.values[:, :-1]
     none = torch.full_like(parents, 2 * size)
@@ -79,10 +94,11 @@ def _walk(parents: Tensor) -> tuple[Tensor, Tensor]:
     eldest = torch.where(first & (order.values >= 0), order.values, size)
     enter = slots.scatter(1, eldest, order.indices)[:, :size]
     after = torch.cat([enter, leave, none[:, :1]], dim=1)
-    ahead = torch.cat([torch.ones_like(own), torch.zeros_like(own), torch.zeros_like(own[:, :1])], dim=1)
+    # nodes entered from an event to the next one, and which that is
+    tour = torch.stack([(torch.arange(2 * size + 1, device=parents.device) < size).long().expand_as(after), after])
     for _ in range((2 * size).bit_length()):
-        ahead = ahead + ahead.gather(1, after)
-        after = after.gather(1, after)
-    # nodes entered from here to the end
-    entered, left = ahead[:, :size], ahead[:, size : 2 * size]
+        further = tour.gather(2, tour[1:].expand_as(tour))
+        further[0].add_(tour[0])
+        tour = further
+    entered, left = tour[0, :, :size], tour[0, :, size : 2 * size]
     return size - entered, entered - left

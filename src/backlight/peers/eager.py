@@ -57,6 +57,7 @@ def _dense(
     bias: Tensor | None = None,
     sink: Tensor | None = None,
     tau: Tensor | None = None,
+    pair_bias: Tensor | None = None,
 ) -> Tensor:
     s = (q @ k.mT).to(call.accumulator_dtype) * call.scale
     if call.spec.softcap is not None:
@@ -64,6 +65,8 @@ def _dense(
     if bias is not None and column is not None:
         inside = (column >= 0) & (column < bias.shape[1])
         s = s + bias[:, column.clamp(0, bias.shape[1] - 1)] * inside
+    if pair_bias is not None:
+        s = s + pair_bias.repeat_interleave(q.shape[0] // max(1, pair_bias.shape[0]), dim=0)
     if hidden is not None:
         s = s.masked_fill(hidden, -torch.inf)
     if sink is None:

@@ -27,13 +27,20 @@ class Features:
     softcap: float | None = None
     bias: Tensor | None = None
     bias_origin: int = 0
+    pair_bias: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
 
     @property
     def spec(self) -> AttentionSpec:
         return AttentionSpec(
-            self.causal, self.window, self.scale, self.softcap, bias=self.bias is not None, bias_origin=self.bias_origin
+            self.causal,
+            self.window,
+            self.scale,
+            self.softcap,
+            bias=self.bias is not None,
+            bias_origin=self.bias_origin,
+            pair_bias=self.pair_bias is not None,
         )
 
 

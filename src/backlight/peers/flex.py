@@ -14,7 +14,7 @@ from torch import Tensor
 from backlight.peers.features import features_of
 from backlight.spec import AttentionSpec
 
-KNOWN = ("causal", "window", "scale", "softcap", "bias", "bias_origin", "cu_seqlens_q", "cu_seqlens_k")
+KNOWN = ("causal", "window", "scale", "softcap", "bias", "bias_origin", "pair_bias", "cu_seqlens_q", "cu_seqlens_k")
 # a captured table is pipelined through shared memory, a tile of fp32 a stage: FlexAttention's own choice does not fit
 SMALL_TILES: dict[str, int] = {
     "fwd_BLOCK_M": 64,
@@ -47,7 +47,7 @@ class Numbers:
 
 
 def attention_of(numbers: Numbers, kernel_options: Mapping[str, int] | None = None) -> Callable[..., Any]:
-    """attend(q, k, v, bias=None, block_mask=None, lse=False) -> o, or (o, lse)."""
+    """attend(q, k, v, bias=None, block_mask=None, lse=False, pair_bias=None) -> o, or (o, lse)."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     scale, softcap, origin, shift, grouped = (
@@ -58,9 +58,18 @@ def attention_of(numbers: Numbers, kernel_options: Mapping[str, int] | None = No
         numbers.grouped,
     )
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, block_mask: Any = None, lse: bool = False) -> Any:
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None = None,
+        block_mask: Any = None,
+        lse: bool = False,
+        pair_bias: Tensor | None = None,
+    ) -> Any:
+        sharing = 1 if pair_bias is None else q.shape[0] // pair_bias.shape[0]
         options: dict[str, Any] = {
-            "score_mod": score_function(softcap, bias, origin, shift),
+            "score_mod": score_function(softcap, bias, origin, shift, pair_bias, sharing),
             "block_mask": block_mask,
             "scale": scale,
             "enable_gqa": grouped,
@@ -81,8 +90,11 @@ def prepared(numbers: Numbers, small: bool, compiled: bool) -> Callable[..., Any
     return torch.compile(attend, dynamic=False) if compiled else attend
 
 
-def score_function(softcap: float | None, bias: Tensor | None, origin: int, shift: int) -> Callable[..., Tensor] | None:
-    if softcap is None and bias is None:
+def score_function(
+    softcap: float | None, bias: Tensor | None, origin: int, shift: int, pair_bias: Tensor | None = None, sharing: int = 1
+) -> Callable[..., Tensor] | None:
+    """sharing: consecutive batch entries that read one entry of the pair bias."""
+    if softcap is None and bias is None and pair_bias is None:
         return None
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -93,6 +105,9 @@ def score_function(softcap: float | None, bias: Tensor | None, origin: int, shif
             column = i + shift - j + origin
             inside = (column >= 0) & (column < n)
             score = score + torch.where(inside, bias[h, torch.clamp(column, 0, n - 1)], 0.0)
+        if pair_bias is not None:
+            # heads and rows that are 1 stand for all
+            score = score + pair_bias[b // sharing, h % pair_bias.shape[1], i % pair_bias.shape[2], j]
         return score
 
     return score_mod
@@ -170,4 +185,4 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Te
     borders = None if cu is None else tuple(cu.tolist())
     mask = kept_block_mask(Pairs(geometry, q.shape[2], k.shape[2], borders, q.device))
     attend = prepared(Numbers.of(asked.spec, q, k), small=asked.bias is not None, compiled=q.is_cuda)
-    return attend(q, k, v, asked.bias, mask, lse=True)
+    return attend(q, k, v, asked.bias, mask, lse=True, pair_bias=asked.pair_bias)

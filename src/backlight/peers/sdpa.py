@@ -20,7 +20,7 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-KNOWN = ("causal", "window", "scale", "bias", "bias_origin")
+KNOWN = ("causal", "window", "scale", "bias", "bias_origin", "pair_bias")
 
 
 def restricted_to(backend: str | None) -> AbstractContextManager[Any]:
@@ -28,15 +28,19 @@ def restricted_to(backend: str | None) -> AbstractContextManager[Any]:
 
 
 def prepared(spec: AttentionSpec, sq: int, sk: int, grouped: bool, device: torch.device) -> Callable[..., Tensor]:
-    """attend(q, k, v, bias=None). The causal flag of SDPA aligns to the top left, so windows, biases and unequal lengths travel
-    as a dense mask."""
-    flag = spec.causal and spec.window == (None, None) and sq == sk and not spec.bias
+    """attend(q, k, v, bias=None, pair_bias=None). The causal flag of SDPA aligns to the top left, so windows, biases of either
+    kind and unequal lengths travel as a dense mask."""
+    flag = spec.causal and spec.window == (None, None) and sq == sk and not (spec.bias or spec.pair_bias)
     visible = spec.allowed(sq, sk, device) if spec.masked and not flag else None
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, pair_bias: Tensor | None = None) -> Tensor:
         mask = visible
-        if bias is not None:
-            added = dense_bias(bias, spec, sq, sk).to(q.dtype)
+        if bias is not None or pair_bias is not None:
+            added = None if bias is None else dense_bias(bias, spec, sq, sk).to(q.dtype)
+            if pair_bias is not None:
+                pairs = shared_pairs(pair_bias, q.shape[0]).to(q.dtype)
+                added = pairs if added is None else added + pairs
+            assert added is not None
             mask = added if visible is None else added.masked_fill(~visible, -torch.inf)
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=flag, scale=spec.scale, enable_gqa=grouped)
 
@@ -50,9 +54,15 @@ def dense_bias(bias: Tensor, spec: AttentionSpec, sq: int, sk: int) -> Tensor:
     return bias[:, column.clamp(0, bias.shape[1] - 1)] * inside
 
 
+def shared_pairs(pair_bias: Tensor, batch: int) -> Tensor:
+    """A pair bias as PyTorch broadcasts it: a copy for each batch entry, unless it has one for all."""
+    entries = pair_bias.shape[0]
+    return pair_bias if entries in (1, batch) else pair_bias.repeat_interleave(batch // entries, dim=0)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str | None = None, **given: Any) -> Tensor:
     """One call with the project's keywords."""
     asked = features_of("sdpa", given, KNOWN)
     attend = prepared(asked.spec, q.shape[2], k.shape[2], q.shape[1] != k.shape[1], q.device)
     with restricted_to(backend):
-        return attend(q, k, v, asked.bias)
+        return attend(q, k, v, asked.bias, asked.pair_bias)

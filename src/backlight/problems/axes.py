@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backlight.call import Call
 from backlight.intervals import shifted
-from backlight.spec import LEARNED, TENSORS
+from backlight.spec import LEARNED, OF_PAIRS, SEQUENCE_OF, TENSORS
 
 OUTPUT_AXES = ("batch", "heads", "rows", "values")
 ROW_AXES = ("batch", "heads", "rows")
@@ -19,9 +19,9 @@ AXES: dict[str, tuple[str, ...]] = {each.name: each.axes for each in TENSORS} | 
     **dict.fromkeys(("y", "o", "u", "dy", "do"), OUTPUT_AXES),
     **dict.fromkeys(("lse", "dlse", "delta"), ROW_AXES),
 }
-# gradients by what they have: rows of queries, keys, or neither
-ROW_GRADIENTS = tuple(f"d{name}" for name in LEARNED if "rows" in AXES[name])
-KEY_GRADIENTS = tuple(f"d{name}" for name in LEARNED if "keys" in AXES[name])
+# gradients by what they have: rows of queries or keys; the others have neither, or pairs of them
+ROW_GRADIENTS = tuple(f"d{name}" for name, side in SEQUENCE_OF.items() if side == "rows")
+KEY_GRADIENTS = tuple(f"d{name}" for name, side in SEQUENCE_OF.items() if side == "keys")
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,21 @@ def with_tensors(call: Call, tensors: Mapping[str, Tensor], **changes: Any) -> C
 
 def cut_call(call: Call, ranges: Mapping[str, slice], **changes: Any) -> Call:
     """The call of a part: every tensor cut along the same axes."""
-    return with_tensors(
-        call, {name: cut(name, x, ranges) for name, x in tensors_of(call).items()} | _cut_mask(call, ranges), **changes
-    )
+    whole = {name: x for name, x in tensors_of(call).items() if name not in OF_PAIRS}
+    parts = {name: cut(name, x, ranges) for name, x in whole.items()}
+    if call.pair_bias is not None:
+        parts["pair_bias"] = cut_pairs(call.pair_bias, call.q.shape[0], ranges)
+    return with_tensors(call, parts | _cut_mask(call, ranges), **changes)
+
+
+def cut_pairs(x: Tensor, batch: int, ranges: Mapping[str, slice]) -> Tensor:
+    """The part of a pair bias of a call of that batch; entries that no longer serve equally many are repeated."""
+    sizes = dict(zip(AXES["pair_bias"], x.shape, strict=True))
+    wanted = {axis: at for axis, at in ranges.items() if axis == "keys" or sizes.get(axis, 1) > 1}
+    if "batch" in wanted and x.shape[0] != batch:
+        owners = [b // (batch // x.shape[0]) for b in range(batch)[wanted.pop("batch")]]
+        x = x[owners[0] : owners[0] + 1] if len(set(owners)) == 1 else x[owners]
+    return cut("pair_bias", x, wanted)
 
 
 def _cut_mask(call: Call, ranges: Mapping[str, slice]) -> dict[str, Tensor]:

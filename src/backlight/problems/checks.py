@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight.call import DTYPES, Call
+from backlight.call import DTYPES, Call, check_pair_sizes
 from backlight.problems.axes import AXES, OUTPUT_AXES, Sizes
-from backlight.spec import TERMS, AttentionSpec
+from backlight.spec import OF_PAIRS, TERMS, AttentionSpec
 
 # one head at a time, the oracle holds about so many Sq x Sk matrices, and the doctor so many copies of the tensors
 MATRICES, COPIES = 12, 16
@@ -24,7 +24,7 @@ LARGEST_SEED = 2**62
 LETTERS = {"batch": "B", "heads": "Hq", "rows": "Sq", "keys": "Sk", "values": "Dv", "distances": "n", "ends": "2 or 4"}
 SHAPES = {term.name: f"[{', '.join(LETTERS.get(axis, axis) for axis in term.axes)}]" for term in TERMS}
 MASK = ("rows", "pos")
-NUMBERS: dict[str, tuple[type, ...]] = {"bias": (int,), "tau": (int, float)}
+NUMBERS: dict[str, tuple[type, ...]] = {"bias": (int,), "tau": (int, float), "pair_bias": (tuple,)}
 
 
 # --- single arguments -------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def check_terms(spec: AttentionSpec, terms: dict[str, Any]) -> None:
             continue
         numbers = NUMBERS.get(name, ())
         if isinstance(value, bool) or not isinstance(value, (Tensor, *numbers)):
-            kinds = {"bias": " or a number of columns", "tau": " or a number"}.get(name, "")
+            kinds = {"bias": " or a number of columns", "tau": " or a number", "pair_bias": " or words"}.get(name, "")
             raise TypeError(f"{name} must be a tensor {SHAPES[name]}{kinds} or None, got {value!r:.60}")
         if not getattr(spec, name):
             raise ValueError(f"{name} was given and would be ignored: the spec says {name}=False")
@@ -162,6 +162,8 @@ def check_term(name: str, x: Any, q: Tensor, v: Tensor) -> None:
     _dense(name, x)
     if name in MASK:
         return _check_mask(name, x, q, v)
+    if name in OF_PAIRS:
+        return _check_pairs(name, x, q, v)
     unknown = [axis for axis in AXES[name] if axis not in ("heads", "distances")]
     if unknown:
         raise NotImplementedError(f"{name} has an axis of {unknown[0]}, and nothing is known here about its length")
@@ -171,6 +173,13 @@ def check_term(name: str, x: Any, q: Tensor, v: Tensor) -> None:
     if not fits or not x.is_floating_point():
         wanted = f"{SHAPES[name]} with Hq = {hq}"
         raise ValueError(f"{name} must be floating point of shape {wanted}, got {x.dtype} of {tuple(x.shape)}")
+
+
+def _check_pairs(name: str, x: Tensor, q: Tensor, v: Tensor) -> None:
+    """Batch, heads and rows may be fewer (`Call.sharing`)."""
+    if x.dtype not in (q.dtype, torch.float32):
+        raise ValueError(f"{name} must be {q.dtype} as q is, or torch.float32, got {x.dtype}")
+    check_pair_sizes(x, (*q.shape[:3], v.shape[2]))
 
 
 def _check_mask(name: str, x: Tensor, q: Tensor, v: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from backlight.call import Call
 from backlight.problems.axes import Sizes
-from backlight.spec import LEARNED, TENSORS, AttentionSpec
+from backlight.spec import LEARNED, OF_PAIRS, TENSORS, AttentionSpec
 
 # terms that N(0, 1) is a sensible choice for; values of tau are always chosen
 NORMAL_TERMS = ("bias", "sink", "gate")
@@ -34,8 +34,9 @@ def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def terms_to_draw(spec: AttentionSpec, chosen: Collection[str]) -> tuple[str, ...]:
-    """Terms of the spec that were not chosen, but for masks; refuses one that nobody knows how to draw."""
-    wanted = tuple(name for name in spec.terms if name not in (*chosen, *COUNTING_TERMS))
+    """Terms of the spec that were not chosen, but for masks and pair biases, which are drawn by words; refuses one that nobody
+    knows how to draw."""
+    wanted = tuple(name for name in spec.terms if name not in (*chosen, *COUNTING_TERMS, *OF_PAIRS))
     unknown = [name for name in wanted if name not in NORMAL_TERMS]
     if unknown:
         raise NotImplementedError(f"nothing is known about how to draw {unknown[0]}: its values must be given")
@@ -92,6 +93,38 @@ def mask_terms(
         # an order of the rows in which some stand at one place
         found["pos"] = below(sizes.rows, batch, sizes.rows).to(torch.int32)
     return found
+
+
+# what a pair bias may be, by words: the axes along which it differs (batch, heads, rows), and
+# pairs: two consecutive batch entries share one; wide: fp32 beside 16 bits; hidden: with -inf; strided: keys lie apart
+PAIR_WORDS = ("batch", "heads", "rows", "pairs", "wide", "hidden", "strided")
+
+
+def pair_bias_term(
+    sizes: Sizes,
+    words: Collection[str],
+    dtype: torch.dtype,
+    seed: int,
+    device: torch.device | str = "cpu",
+    drawn_in: torch.dtype = torch.float64,
+) -> Tensor:
+    """A pair bias of these words, from numbers of its own: all others are the same without it."""
+    unknown = [word for word in words if word not in PAIR_WORDS]
+    if unknown:
+        raise ValueError(f"a pair bias must be of {', '.join(PAIR_WORDS)}, got {unknown[0]!r}")
+    generator = torch.Generator(device).manual_seed(seed + 2)
+    whole = sizes.shape("pair_bias")
+    shape = [size if axis in words else 1 for axis, size in zip(("batch", "heads", "rows"), whole[:3], strict=True)]
+    if "pairs" in words:
+        shape[0] = whole[0] if whole[0] % 2 else whole[0] // 2
+    drawn = torch.randn(*shape, whole[3], generator=generator, dtype=drawn_in, device=device)
+    if "hidden" in words:
+        hidden = torch.rand(drawn.shape, generator=generator, device=device) < 0.3
+        # of the first rows everything
+        hidden[:, :, : -(-shape[2] // 8) if shape[2] > 1 else 0] = True
+        drawn = drawn.masked_fill(hidden, -torch.inf)
+    found = drawn.to(parameter_dtype(dtype) if "wide" in words else dtype)
+    return found.mT.contiguous().mT if "strided" in words else found
 
 
 def _run(below: Below, batch: int, heads: int, rows: int, keys: int) -> list[Tensor]:

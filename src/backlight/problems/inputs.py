@@ -12,13 +12,24 @@ from typing_extensions import Unpack
 from backlight.mask import Mask
 from backlight.problems import checks
 from backlight.problems.axes import Sizes, with_tensors
-from backlight.problems.draw import call_of, mask_terms, normal, parameter_dtype, repeated, settle, terms_to_draw
+from backlight.problems.draw import (
+    call_of,
+    mask_terms,
+    normal,
+    pair_bias_term,
+    parameter_dtype,
+    repeated,
+    settle,
+    terms_to_draw,
+)
 from backlight.problems.problem import Problem
 from backlight.problems.recipes import RECIPES
 from backlight.spec import TERM_NAMES, AttentionSpec
 
 DEFAULT_SHAPE = (2, 4, 200, 64)
 DRAWN_MASK = "two runs"
+# one for the whole batch, as parameters and projections of pairs are
+DRAWN_PAIRS = ("heads", "rows", "wide")
 TAU_CYCLE = (-1.0, 0.5, -2.0, -0.5)
 
 
@@ -30,6 +41,7 @@ class Settings(TypedDict, total=False):
     sink: Tensor | None
     tau: Tensor | float | None
     gate: Tensor | None
+    pair_bias: Tensor | tuple[str, ...] | None
     mask: Mask | None
     cu_seqlens: Tensor | tuple[Tensor, Tensor] | None
     shape: tuple[int, int, int, int]
@@ -85,8 +97,8 @@ def make(
 ) -> Problem:
     """Tensors of one recipe: q [B,Hq,S,D], k [B,kv_heads,sk,D], v [..,dv], dO like o, learned terms as the spec asks.
 
-    given: `cu_seqlens`, and terms by name: a tensor, a number of columns for `bias`, a value for every head of `tau`. Terms
-    that are not given are drawn.
+    given: `cu_seqlens`, and terms by name: a tensor, a number of columns for `bias`, a value for every head of `tau`, words for
+    `pair_bias` (`draw.PAIR_WORDS`). Terms that are not given are drawn.
     """
     if recipe not in RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
@@ -101,6 +113,8 @@ def make(
     drawn = normal(sizes, names, dtype=dtype, seed=seed, wide=torch.float32)
     drawn["q"], drawn["k"] = RECIPES[recipe](drawn["q"], drawn["k"], spec.resolve_scale(sizes.dim))
     chosen = mask_terms(spec, sizes, DRAWN_MASK, seed) | chosen
+    if spec.pair_bias and "pair_bias" not in chosen:
+        chosen["pair_bias"] = pair_bias_term(sizes, given.get("pair_bias") or DRAWN_PAIRS, dtype, seed)
     placed = settle(drawn, dtype, device) | {name: x.to(device) for name, x in chosen.items()}
     if cu_q is not None and cu_k is not None:
         same, cu_q = cu_k is cu_q, cu_q.to(device)

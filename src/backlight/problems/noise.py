@@ -38,6 +38,10 @@ def _dbias_squares(ds, bias, column):
     return ds.new_zeros(bias.numel()).index_add(0, column[inside], ds[inside] ** 2)
 
 
+def _dpair_bias_squares(ds, pair_bias):
+    return STAGES["dpair_bias"].compute(ds**2, pair_bias)
+
+
 def _squares(ratio: float) -> dict[str, Stage]:
     """Stages whose values are sums of squared summands; `ratio` = accumulator eps / eps.
 
@@ -80,6 +84,7 @@ def _squares(ratio: float) -> dict[str, Stage]:
         ds=ds,
         dbias=_dbias_squares,
         dsink=dsink,
+        dpair_bias=_dpair_bias_squares,
         dtau=lambda m, do, v, n: ((m @ v**2 * do**2).sum(-1) / n.clamp(min=1).squeeze(-1) ** 2).sum(),
         dq=dq,
         dk=dk,

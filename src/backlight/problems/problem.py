@@ -61,7 +61,7 @@ class Problem:
         if self.call.tau is None or not bool((self.call.tau < 0).any()):
             return None
         flipped = Oracle(stages=kink.FLIPPED)(self.call, self.dy, self.dlse, KEPT)
-        same = all(torch.equal(flipped[name], self.truth[name]) for name in KEPT)
+        same = all(torch.equal(flipped[name], self.truth[name]) for name in flipped)
         return None if same else flipped
 
     @property

@@ -20,7 +20,8 @@ from backlight.reference.oracle import Oracle
 from backlight.reference.trace import Trace, Values
 
 TILE = 64
-PRODUCED = ("lse", "o", "u", "y", "do", "delta", "dq", "dk", "dv", "dbias", "dsink", "dtau", "dgate")
+TABLES = ("bias", "pair_bias")
+PRODUCED = ("lse", "o", "u", "y", "do", "delta", "dq", "dk", "dv", "dbias", "dsink", "dtau", "dgate", "dpair_bias")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,9 @@ class Flashlike(Oracle):
             keys = slice(j0, j0 + TILE)
             capped = trace.capped(trace.x(head["q"], head["k"][keys], head["scale"]), head["softcap"])
             column, visible = head["column"][:, keys], head["visible"][:, keys]
-            yield keys, capped, trace.s(capped, head["bias"], column, visible), {"column": column, "visible": visible}
+            pair_bias = None if head["pair_bias"] is None else head["pair_bias"][:, keys]
+            s = trace.s(capped, head["bias"], column, pair_bias, visible)
+            yield keys, capped, s, {"column": column, "visible": visible, "pair_bias": pair_bias}
 
     def _forward(self, head: Mapping[str, Tensor]) -> Values:
         rows = head["q"].shape[0]
@@ -87,7 +90,7 @@ class Flashlike(Oracle):
         if dlse is not None:
             delta = delta - dlse
         out = {name: torch.zeros_like(head[name[1:]]) for name in ("dq", "dk", "dv")}
-        dbias = dy.new_zeros(0) if head["bias"] is None else torch.zeros_like(head["bias"])
+        dbias, dpair_bias = (dy.new_zeros(0) if (x := head[name]) is None else torch.zeros_like(x) for name in TABLES)
         for keys, capped, s, tile in self._tiles(head):
             p = trace.p(s, head["lse"])
             m = trace.m(p, tau, n, tile["visible"])
@@ -97,6 +100,8 @@ class Flashlike(Oracle):
             out["dq"] += trace.dq(dx, head["k"][keys], head["scale"])
             out["dk"][keys] = trace.dk(dx, head["q"], head["scale"])
             dbias = dbias + trace.dbias(ds, head["bias"], tile["column"]) if head["bias"] is not None else dbias
+            if head["pair_bias"] is not None:
+                dpair_bias[:, keys] = trace.dpair_bias(ds, tile["pair_bias"])
         return out | {
             "do": do,
             "delta": delta,
@@ -104,6 +109,7 @@ class Flashlike(Oracle):
             "dsink": trace.dsink(trace.p_sink(head["lse"], head["sink"]), delta),
             "dtau": dtau,
             "dgate": dgate,
+            "dpair_bias": dpair_bias,
         }
 
 
@@ -111,5 +117,7 @@ def flashlike(call: Call, dy: Tensor | None = None, dlse: Tensor | None = None, 
     compute = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     wanted = PRODUCED if keep is None else tuple(keep)
     result = Flashlike(dtype=compute, storage=call.q.dtype)(call, dy, dlse, [name for name in wanted if name in PRODUCED])
-    rounded = ("y", "dq", "dk", "dv", "dgate")
-    return Trace({name: value.to(call.q.dtype).to(compute) if name in rounded else value for name, value in result.items()})
+    rounded = dict.fromkeys(("y", "dq", "dk", "dv", "dgate"), call.q.dtype)
+    if call.pair_bias is not None:
+        rounded["dpair_bias"] = call.pair_bias.dtype
+    return Trace({name: value.to(rounded.get(name, compute)).to(compute) for name, value in result.items()})

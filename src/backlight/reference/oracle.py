@@ -16,7 +16,7 @@ from torch import Tensor
 from backlight import intervals
 from backlight.call import Call
 from backlight.reference.trace import BACKWARD, FORWARD, STAGES, Stage, Trace, Values
-from backlight.spec import PER_HEAD, TENSORS, TERMS, Input, Segment
+from backlight.spec import OF_PAIRS, PER_HEAD, TENSORS, TERMS, Input, Segment
 
 Rounding = Callable[[str, Tensor], Tensor]
 
@@ -36,7 +36,16 @@ def _exact(name: str, value: Tensor) -> Tensor:
 def _part_of(each: Input, call: Call, at: Mapping[str, int | slice]) -> Tensor | None:
     """What one head of one segment sees of a tensor."""
     tensor = getattr(call, each.name)
-    return None if tensor is None else tensor[tuple(at.get(axis, slice(None)) for axis in each.axes)]
+    if tensor is None:
+        return None
+    if each.of_pairs:
+        return tensor[_pair_entry(tensor, call, at["batch"], at["heads"])]  # type: ignore[arg-type]
+    return tensor[tuple(at.get(axis, slice(None)) for axis in each.axes)]
+
+
+def _pair_entry(tensor: Tensor, call: Call, b: int, h: int) -> tuple[int, int]:
+    """Where a bias of pairs, or its gradient, stands for a head of a batch entry."""
+    return b // call.sharing, h if tensor.shape[1] > 1 else 0
 
 
 def _head_of_group(h: int, group: int) -> int:
@@ -137,7 +146,12 @@ class Oracle:
         assert dlse is not None
         if call.sink is not None and call.sink[h] != -torch.inf:
             return dlse
-        return dlse.masked_fill(~intervals.visible(call, segment, h).any(dim=-1), 0)
+        if call.pair_bias is None:
+            seen = intervals.visible(call, segment, h)
+        else:
+            heads = intervals.unhidden_heads(call, segment)
+            seen = heads[min(h, len(heads) - 1)]
+        return dlse.masked_fill(~seen.any(dim=-1), 0)
 
     def _blank(self, name: str, call: Call) -> Tensor:
         batch, hq, sq, d = call.q.shape
@@ -153,7 +167,8 @@ class Oracle:
         else:
             term = next(term for term in TERMS if name == f"d{term.name}")
             given = getattr(call, term.name)
-            shape = (hq, *[0 for _ in term.axes[1:]]) if given is None else tuple(given.shape)
+            absent = (0,) * len(term.axes) if term.of_pairs else (hq, *[0 for _ in term.axes[1:]])
+            shape = absent if given is None else tuple(given.shape)
         return torch.full(shape, -torch.inf if name == "s" else 0.0, dtype=self.dtype, device=call.q.device)
 
     def _place(self, out: Tensor, name: str, value: Tensor, b: int, h: int, segment: Segment, call: Call) -> None:
@@ -164,6 +179,9 @@ class Oracle:
             out[b, self.kv_head(h, call.group), keys] += value
         elif name in PARAMETERS:
             out[h] += value
+        elif name[1:] in OF_PAIRS:
+            if out.numel():
+                out[_pair_entry(out, call, b, h)] += value
         else:
             out[b, h, rows] = value
 

@@ -4,10 +4,10 @@ Each function below is one stage of one head of one segment: it takes earlier st
 value. The oracle evaluates them in order in float64; the doctor evaluates a single stage from a kernel's own upstream values to
 tell a local error from an inherited one, and replaces single stages to build mutants. Equations are those of `docs/math.md`.
 
-Inputs of a head: q [Sq,D], k [Sk,D], v [Sk,Dv]; bias [n], sink [], tau [], gate [Sq,Dv] or None; the incoming gradients
-dy [Sq,Dv] and dlse [Sq] or None. Geometry: `visible` [Sq,Sk] bool, `n` [Sq,1] counts, `column` [Sq,Sk] bias column. With a mask
-by row intervals, which `visible` and `n` have in them already, also `rows` [2w,Sk] and `pos` [Sq], what is compared with them,
-else None; `own` [Sq,Sk] is what the spec alone lets be seen.
+Inputs of a head: q [Sq,D], k [Sk,D], v [Sk,Dv]; bias [n], sink [], tau [], gate [Sq,Dv], pair_bias [Sq or 1,Sk] or None; the
+incoming gradients dy [Sq,Dv] and dlse [Sq] or None. Geometry: `visible` [Sq,Sk] bool, `n` [Sq,1] counts, `column` [Sq,Sk] bias
+column. With a mask by row intervals, which `visible` and `n` have in them already, also `rows` [2w,Sk] and `pos` [Sq], what is
+compared with them, else None; `own` [Sq,Sk] is what the spec alone lets be seen.
 """
 
 from __future__ import annotations
@@ -63,12 +63,14 @@ def capped(x, softcap):
     return x if softcap is None else softcap * torch.tanh(x / softcap)
 
 
-@stage("6, 7")
-def s(capped, bias, column, visible):
+@stage("6, 7, 67")
+def s(capped, bias, column, pair_bias, visible):
     if bias is not None:
         inside = (column >= 0) & (column < bias.numel())
         lookup = torch.cat([bias, bias.new_zeros(1)])
         capped = capped + lookup[torch.where(inside, column, bias.numel())]
+    if pair_bias is not None:
+        capped = capped + pair_bias
     return capped.masked_fill(~visible, -torch.inf)
 
 
@@ -178,6 +180,14 @@ def dtau(m, dp, n, tau):
     return ((m * dp).sum(dim=-1) / n.clamp(min=1).squeeze(-1)).sum()
 
 
+@stage("68")
+def dpair_bias(ds, pair_bias):
+    """Of one head of one batch entry; those that share an entry of the bias are summed where they are placed."""
+    if pair_bias is None:
+        return ds.new_zeros(0)
+    return ds.sum(dim=0, keepdim=True) if pair_bias.shape[0] != ds.shape[0] else ds
+
+
 @stage("25")
 def dx(ds, capped, softcap):
     return ds if softcap is None else ds * (1 - (capped / softcap) ** 2)
@@ -194,9 +204,9 @@ def dk(dx, q, scale):
 
 
 FORWARD = ("x", "capped", "s", "lse", "p", "p_sink", "m", "a", "o", "u", "y")
-BACKWARD = ("do", "dgate", "dp", "dv", "delta", "ds", "dbias", "dsink", "dtau", "dx", "dq", "dk")
+BACKWARD = ("do", "dgate", "dp", "dv", "delta", "ds", "dbias", "dsink", "dtau", "dpair_bias", "dx", "dq", "dk")
 OUTPUTS = ("y", "lse")
-GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink", "dtau", "dgate")
+GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink", "dtau", "dgate", "dpair_bias")
 
 
 def graph(stages: Mapping[str, Stage] = STAGES) -> dict[str, tuple[str, ...]]:

@@ -17,6 +17,8 @@ BARRIERS = 1024
 TOGETHER = 8
 # bytes of L2 that heads which run at one time may fill in the backward
 L2 = 32 << 20
+# share of tiles under a mask by row intervals below which each key meets few rows
+FEW = 0.4
 # rows of a sequence up to which 128 rows a tile beat 192 at D = 64
 SHORT = 1024
 
@@ -219,16 +221,16 @@ def room_for_dv(config: BackwardConfig, bd: int, bdv: int, dbias: bool) -> bool:
     return used + 2 * keys * bdv + BARRIERS <= SHARED_MEMORY
 
 
-def keys_together(call: Call, config: BackwardConfig) -> int:
+def keys_together(call: Call, config: BackwardConfig, few: bool = False) -> int:
     """Key heads whose tiles interleave under a mask: a divisor of all of them.
 
     Longest tiles of several heads first, as in the forward; but what those heads read and add to has to stay in L2: rows of one
-    query head each, or of two, since the CTAs of a group are not in step.
+    query head each, or of two, since the CTAs of a group are not in step. few: each key meets few rows, as in a window.
     """
     total = call.k.shape[0] * call.k.shape[1]
     width = padded(call.q.shape[-1])
     head = rows_of(call) * (2 * (width + padded(call.v.shape[-1])) + 4 * width) * min(call.group, 2)
-    limit = TOGETHER if call.spec.left is not None else max(1, min(TOGETHER, L2 // head))
+    limit = TOGETHER if call.spec.left is not None or few else max(1, min(TOGETHER, L2 // head))
     limit = config.together or (limit if is_masked(call) or call.varlen else 1)
     return max(n for n in range(1, min(limit, total) + 1) if total % n == 0)
 

@@ -51,6 +51,18 @@ def rows_before(tile, end, HELD: gl.constexpr, TWO_LIMITS: gl.constexpr):
 
 
 @gluon.jit
+def rows_inside(tile, first, end, HELD: gl.constexpr):
+    """The rows of a tile [keys, rows] from `first` on and before `end`, [keys] both: one comparison, without a sign.
+
+    Rows before the first one become numbers beyond every length. Where no row is inside, first is beyond all rows and end is
+    not above 0: then the length becomes a number below every one of them.
+    """
+    fixed, thread = row_parts(tile, HELD, True)
+    place = fixed - (gl.expand_dims(first, 1) - thread)
+    return place.to(gl.uint32, bitcast=True) < gl.expand_dims((end - first).to(gl.uint32, bitcast=True), 1)
+
+
+@gluon.jit
 def seen_at(x, distance, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
     """x of pairs at a distance (position - key) that is seen, -inf of others: one tile that many tiles have in common."""
     if HAS_LEFT:

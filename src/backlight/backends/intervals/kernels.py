@@ -108,28 +108,13 @@ def folded_interval(rows_ptr, end_stride, which, key, own, exists, left, right, 
     return tl.where(holds, first, NO_ROW), tl.where(holds, end, nobody)
 
 
-@triton.jit(
-    do_not_specialize=["batch_stride", "head_stride", "end_stride", "sq", "sk", "n_segments", "mask_heads", "left", "right"]
-)
-def _fold_kernel(
-    rows_ptr, batch_stride, head_stride, end_stride, key_stride, folded_ptr, extremes_ptr, packing,
-    sq, sk, n_segments, mask_heads, left, right,
-    W: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, VARLEN: tl.constexpr, POS: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Intervals of a key tile, and the smallest and largest of their ends and of those of their holes (eq. 64):
-    extremes [masks, key tiles + 1, w, 4]."""
-    tile = tl.program_id(0)
-    m = tl.program_id(1)
-    last = tile == tl.num_programs(0) - 1
-    own = sequence_of(tl.minimum(tile, tl.num_programs(0) - 2), packing, sq, sk, n_segments, VARLEN, False)
-    lanes = tl.arange(0, BN)
-    key = own.tile * BN + lanes
-    # without any key the tile before the last has keys below 0
-    exists = key < tl.where(last, -NO_ROW, own.sk)
-    rows_ptr += tl.cast(m // mask_heads, tl.int64) * batch_stride + tl.cast(m % mask_heads, tl.int64) * head_stride
-    rows_ptr += (own.k_start + key).to(tl.int64) * key_stride
+@triton.jit
+def folded_intervals(rows_ptr, end_stride, key, own, exists, left, right, W: tl.constexpr, LEFT: tl.constexpr,
+                     RIGHT: tl.constexpr, POS: tl.constexpr):  # fmt: skip
+    """(first, end, hole, hole_end) of keys; without a second interval the hole is not one."""
     first, end = folded_interval(rows_ptr, end_stride, 0, key, own, exists, left, right, LEFT, RIGHT, POS)
-    at = (tl.cast(m, tl.int64) * tl.num_programs(0) + tile) * (2 * W)
+    hole = first
+    hole_end = end
     if W == 2:
         other, other_end = folded_interval(rows_ptr, end_stride, 1, key, own, exists, left, right, LEFT, RIGHT, POS)
         # eq. 61
@@ -143,12 +128,57 @@ def _fold_kernel(
         end = tl.maximum(lower_end, upper_end)
         hole = tl.where(joined, NO_ROW, lower_end)
         hole_end = tl.where(joined, -NO_ROW, upper)
-        tl.store(folded_ptr + (at + 2) * BN + lanes, hole)
-        tl.store(folded_ptr + (at + 3) * BN + lanes, hole_end)
-        store_extremes(extremes_ptr + (at + 2) * 2, hole, hole_end)
-    tl.store(folded_ptr + at * BN + lanes, first)
-    tl.store(folded_ptr + (at + 1) * BN + lanes, end)
-    store_extremes(extremes_ptr + at * 2, first, end)
+    return first, end, hole, hole_end
+
+
+@triton.jit(
+    do_not_specialize=["batch_stride", "head_stride", "end_stride", "sq", "sk", "n_segments", "mask_heads", "left", "right"]
+)
+def _fold_kernel(
+    rows_ptr, batch_stride, head_stride, end_stride, key_stride, folded_ptr, extremes_ptr, packing,
+    sq, sk, n_segments, mask_heads, left, right,
+    W: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, VARLEN: tl.constexpr, POS: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Intervals of a key tile, and the smallest and largest of their ends and of those of their holes (eq. 64):
+    extremes [masks, key tiles + 1, w, 4]."""
+    tile = tl.program_id(0)
+    m = tl.program_id(1)
+    _own, first, end, hole, hole_end = fold_tile(
+        rows_ptr, batch_stride, head_stride, end_stride, key_stride, folded_ptr, packing,
+        sq, sk, n_segments, mask_heads, left, right, W, LEFT, RIGHT, VARLEN, POS, BN,
+    )  # fmt: skip
+    extremes_ptr += (tl.cast(m, tl.int64) * tl.num_programs(0) + tile) * (4 * W)
+    store_extremes(extremes_ptr, first, end)
+    if W == 2:
+        store_extremes(extremes_ptr + 4, hole, hole_end)
+
+
+@triton.jit
+def fold_tile(
+    rows_ptr, batch_stride, head_stride, end_stride, key_stride, folded_ptr, packing,
+    sq, sk, n_segments, mask_heads, left, right,
+    W: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, VARLEN: tl.constexpr, POS: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """(the sequence of the program's key tile, first, end, hole, hole_end of its keys), which are stored."""
+    tile = tl.program_id(0)
+    m = tl.program_id(1)
+    tiles = tl.num_programs(0)
+    last = tile == tiles - 1
+    own = sequence_of(tl.minimum(tile, tiles - 2), packing, sq, sk, n_segments, VARLEN, False)
+    lanes = tl.arange(0, BN)
+    key = own.tile * BN + lanes
+    # without any key the tile before the last has keys below 0
+    exists = key < tl.where(last, -NO_ROW, own.sk)
+    rows_ptr += tl.cast(m // mask_heads, tl.int64) * batch_stride + tl.cast(m % mask_heads, tl.int64) * head_stride
+    rows_ptr += (own.k_start + key).to(tl.int64) * key_stride
+    first, end, hole, hole_end = folded_intervals(rows_ptr, end_stride, key, own, exists, left, right, W, LEFT, RIGHT, POS)
+    folded_ptr += (tl.cast(m, tl.int64) * tiles + tile) * (2 * W * BN) + lanes
+    if W == 2:
+        tl.store(folded_ptr + 2 * BN, hole)
+        tl.store(folded_ptr + 3 * BN, hole_end)
+    tl.store(folded_ptr, first)
+    tl.store(folded_ptr + BN, end)
+    return own, first, end, hole, hole_end
 
 
 @triton.jit
@@ -185,20 +215,43 @@ def _order_kernel(
 @triton.jit
 def compared(extremes_ptr, exists, first_row, end_row, W: tl.constexpr):
     """(whether rows [first_row, end_row) see nothing of a key tile, what of its intervals they have to be compared with)."""
-    first_low = tl.load(extremes_ptr, mask=exists, other=NO_ROW)
-    first_high = tl.load(extremes_ptr + 1, mask=exists, other=NO_ROW)
-    end_low = tl.load(extremes_ptr + 2, mask=exists, other=-NO_ROW)
-    end_high = tl.load(extremes_ptr + 3, mask=exists, other=-NO_ROW)
+    outer = loaded_extremes(extremes_ptr, exists)
+    inner = outer
+    if W == 2:
+        inner = loaded_extremes(extremes_ptr + 4, exists)
+    return classified(outer, inner, first_row, end_row, W)
+
+
+@triton.jit
+def loaded_extremes(ptr, exists):
+    first_low = tl.load(ptr, mask=exists, other=NO_ROW)
+    first_high = tl.load(ptr + 1, mask=exists, other=NO_ROW)
+    end_low = tl.load(ptr + 2, mask=exists, other=-NO_ROW)
+    end_high = tl.load(ptr + 3, mask=exists, other=-NO_ROW)
+    return first_low, first_high, end_low, end_high
+
+
+@triton.jit
+def classified(outer, inner, first_row, end_row, W: tl.constexpr):
+    """`compared`, of the extremes of intervals and of their holes."""
+    first_low, first_high, end_low, end_high = outer
     empty = (first_low >= end_row) | (end_high <= first_row)
     kind = tl.where(first_high > first_row, FIRST, 0) + tl.where(end_low < end_row, END, 0)
     if W == 2:
-        hole_low = tl.load(extremes_ptr + 4, mask=exists, other=NO_ROW)
-        hole_high = tl.load(extremes_ptr + 5, mask=exists, other=NO_ROW)
-        hole_end_low = tl.load(extremes_ptr + 6, mask=exists, other=-NO_ROW)
-        hole_end_high = tl.load(extremes_ptr + 7, mask=exists, other=-NO_ROW)
+        hole_low, hole_high, hole_end_low, hole_end_high = inner
         empty = empty | ((hole_high <= first_row) & (hole_end_low >= end_row))
         kind += tl.where((hole_low < end_row) & (hole_end_high > first_row), HOLE, 0)
     return empty, kind
+
+
+@triton.jit
+def appended(live_ptr, most, partial, full, other, exists, empty, kind):
+    """Puts tiles on a list that holds (partial, full) of them; how many it holds then."""
+    is_full = (exists & (empty == 0) & (kind == 0)).to(tl.int32)
+    is_partial = (exists & (empty == 0) & (kind != 0)).to(tl.int32)
+    tl.store(live_ptr + partial + tl.cumsum(is_partial, 0) - 1, other * KINDS + kind, mask=is_partial != 0)
+    tl.store(live_ptr + most - full - tl.cumsum(is_full, 0), other * KINDS, mask=is_full != 0)
+    return partial + tl.sum(is_partial, 0), full + tl.sum(is_full, 0)
 
 
 @triton.jit
@@ -264,15 +317,52 @@ def _live_kernel(
             far, near = geometric(row, row_end, key_tile * BN, own, left, right, LEFT, RIGHT, BN)
             empty = empty | far
             kind = tl.where(near, kind, kind + GEOMETRY)
-        is_full = (exists & (empty == 0) & (kind == 0)).to(tl.int32)
-        is_partial = (exists & (empty == 0) & (kind != 0)).to(tl.int32)
-        tl.store(live_ptr + partial + tl.cumsum(is_partial, 0) - 1, other * KINDS + kind, mask=is_partial != 0)
-        tl.store(live_ptr + most - full - tl.cumsum(is_full, 0), other * KINDS, mask=is_full != 0)
-        partial += tl.sum(is_partial, 0)
-        full += tl.sum(is_full, 0)
+        partial, full = appended(live_ptr, most, partial, full, other, exists, empty, kind)
     if OF_ROWS:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
         if partial + full == 0:
             tl.store(live_ptr, (key_tiles - own.key_tile) * KINDS + FIRST + END)
             partial += 1
     tl.store(counts_ptr + at * 2, partial)
     tl.store(counts_ptr + at * 2 + 1, full)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("batch_stride", "head_stride", "end_stride", "sq", "sk", "n_segments", "mask_heads", "left", "right", "most"),
+        "total_at",
+    ]
+)
+def _key_lists_kernel(
+    rows_ptr, batch_stride, head_stride, end_stride, key_stride, folded_ptr, live_ptr, counts_ptr, packing,
+    sq, sk, n_segments, mask_heads, left, right, most, total_ptr, total_at,
+    W: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, VARLEN: tl.constexpr,
+    TOTAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """`_fold_kernel` and `_live_kernel` of a key tile in one: the row tiles that see it follow from its own intervals alone.
+
+    TOTAL: how many tiles live is added, as a float, to place `total_at` of a tensor.
+    """
+    tile = tl.program_id(0)
+    m = tl.program_id(1)
+    own, first, end, hole, hole_end = fold_tile(
+        rows_ptr, batch_stride, head_stride, end_stride, key_stride, folded_ptr, packing,
+        sq, sk, n_segments, mask_heads, left, right, W, LEFT, RIGHT, VARLEN, False, BN,
+    )  # fmt: skip
+    outer = tl.min(first, 0), tl.max(first, 0), tl.min(end, 0), tl.max(end, 0)
+    inner = tl.min(hole, 0), tl.max(hole, 0), tl.min(hole_end, 0), tl.max(hole_end, 0)
+    at = tl.cast(m, tl.int64) * tl.num_programs(0) + tile
+    live_ptr += at * most
+    # row tiles outside of these see nothing
+    begin = tl.maximum(tl.where(outer[0] < outer[3], outer[0], 0), 0) // BM
+    n = tl.where(outer[0] < outer[3], tl.cdiv(tl.minimum(outer[3], own.sq), BM), 0)
+    partial = 0
+    full = 0
+    for start in range(begin, n, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        row = other * BM
+        empty, kind = classified(outer, inner, row, tl.minimum(row + BM, own.sq), W)
+        partial, full = appended(live_ptr, most, partial, full, other, other < n, empty, kind)
+    tl.store(counts_ptr + at * 2, partial)
+    tl.store(counts_ptr + at * 2 + 1, full)
+    if TOTAL:
+        tl.atomic_add(total_ptr + total_at, tl.cast(partial + full, tl.float32), sem="relaxed")

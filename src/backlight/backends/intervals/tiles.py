@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from backlight.backends.intervals.kernels import Packing, _fold_kernel, _live_kernel, _order_kernel
+from backlight.backends.intervals.kernels import Packing, _fold_kernel, _key_lists_kernel, _live_kernel, _order_kernel
 from backlight.call import Call
 
-# tiles that a program of `_live_kernel` looks at in one go
+# tiles that a program which makes a list looks at in one go
 CHUNK = 128
 # (kernel, grid, arguments, constants, which of its launches)
 Start = Callable[[Any, tuple[int, ...], list[Any], dict[str, Any], str], None]
@@ -67,9 +68,10 @@ def _masks_of(rows: Tensor, pos: Tensor | None) -> tuple[int, int]:
     return max(rows.shape[0], 1 if pos is None else pos.shape[0]), rows.shape[1]
 
 
-def live_tiles(start: Start, call: Call, tiling: Tiling, of_rows: bool) -> LiveTiles:
+def live_tiles(start: Start, call: Call, tiling: Tiling, of_rows: bool, total: tuple[Tensor, int] | None = None) -> LiveTiles:
     """The tiles that a kernel visits whose programs own row tiles (`of_rows`) or key tiles.
 
+    total: a float tensor and the place in it to which their number is added; for key tiles without pos only.
     With pos, causal and window are not folded into the intervals: entries say where they have to be compared as well.
     """
     rows, pos, spec = call.rows, call.pos, call.spec
@@ -79,15 +81,8 @@ def live_tiles(start: Start, call: Call, tiling: Tiling, of_rows: bool) -> LiveT
     # a list for each key tile of `folded`
     owned, most = (tiling.row_tiles, tiling.key_tiles) if of_rows else (tiling.key_tiles + 1, tiling.row_tiles)
     masks, ends = batch * heads, (tiling.key_tiles + 1) * intervals
-    folded, extremes, live, counts = (
-        torch.empty(shape, dtype=torch.int32, device=rows.device)
-        for shape in (
-            (masks, 2 * ends, tiling.block_n),
-            (masks, 4 * ends),
-            (masks, owned, max(most, 1)),
-            (masks, owned, 2),
-        )
-    )
+    new = partial(torch.empty, dtype=torch.int32, device=rows.device)
+    folded, live, counts = new((masks, 2 * ends, tiling.block_n)), new((masks, owned, max(most, 1))), new((masks, owned, 2))
     borders = (tiling.cu_q, tiling.cu_k, tiling.first_row_tiles, tiling.first_key_tiles)
     packing = Packing(*(rows if each is None else each for each in borders))
     varlen = tiling.cu_q is not None
@@ -96,18 +91,30 @@ def live_tiles(start: Start, call: Call, tiling: Tiling, of_rows: bool) -> LiveT
     flags = {"LEFT": spec.left is not None, "RIGHT": spec.right is not None, "VARLEN": varlen, "POS": pos is not None}
     steps = [0 if size == 1 else step for size, step in zip(rows.shape[:2], rows.stride()[:2], strict=True)]
     side = "rows" if of_rows else "keys"
+    blocks = {"BM": tiling.block_m, "BN": tiling.block_n, "CHUNK": CHUNK}
+    given = [rows, *steps, *rows.stride()[2:], folded]
+    if not of_rows and pos is None:
+        del flags["POS"]
+        start(
+            _key_lists_kernel,
+            (owned, masks),
+            [*given, live, counts, packing, *lengths, heads, *reach, live.shape[-1], *(total or (counts, 0))],
+            {"W": intervals, **flags, "TOTAL": total is not None, **blocks},
+            side,
+        )
+        return LiveTiles(folded, live, counts, packing.cu_key_tiles, rows, *mask_steps(call))
+    extremes = new((masks, 4 * ends))
     start(
         _fold_kernel,
         (tiling.key_tiles + 1, masks),
-        [rows, *steps, *rows.stride()[2:], folded, extremes, packing, *lengths, heads, *reach],
+        [*given, extremes, packing, *lengths, heads, *reach],
         {"W": intervals, **flags, "BN": tiling.block_n},
         side,
     )
     sizes = [tiling.key_tiles, tiling.row_tiles, live.shape[-1]]
     order, order_step, held = rows, 0, rows
     if pos is not None:
-        held = torch.empty(pos.shape, dtype=torch.int32, device=rows.device)
-        order = torch.empty((pos.shape[0], tiling.row_tiles, 2), dtype=torch.int32, device=rows.device)
+        held, order = new(pos.shape), new((pos.shape[0], tiling.row_tiles, 2))
         order_step = 0 if pos.shape[0] == 1 else order.stride(0)
         start(
             _order_kernel,
@@ -120,7 +127,7 @@ def live_tiles(start: Start, call: Call, tiling: Tiling, of_rows: bool) -> LiveT
         _live_kernel,
         (owned, masks),
         [extremes, order, order_step, live, counts, packing, *lengths, heads, *reach, *sizes],
-        {"W": intervals, **flags, "OF_ROWS": of_rows, "BM": tiling.block_m, "BN": tiling.block_n, "CHUNK": CHUNK},
+        {"W": intervals, **flags, "OF_ROWS": of_rows, **blocks},
         side,
     )
     return LiveTiles(folded, live, counts, packing.cu_key_tiles, held, *mask_steps(call))

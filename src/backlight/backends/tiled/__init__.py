@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,12 +15,12 @@ from backlight.config import Config
 class TiledBackend:
     name = "tiled"
     summary = "plain PyTorch, any device, fp16 to fp64, every variant, linear memory"
-    takes = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "rows", "pos", "packed", "part"})
-    # a part's tangent needs those of all other parts (eq. 54)
-    derivatives = dict.fromkeys(
-        ("tangent", "second"),
-        frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "rows", "pos", "packed"}),
+    takes = frozenset(
+        {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed", "part"}
     )
+    # a new term has no derivatives until it is named here too
+    twice = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed"})
+    derivatives: ClassVar = {"tangent": twice | {"part"}, "second": twice}
 
     def available(self) -> tuple[str, ...]:
         return ()

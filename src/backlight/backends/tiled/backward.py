@@ -15,6 +15,7 @@ from torch import Tensor
 
 from backlight.backends.tiled.config import Slab, config_of, row_blocks, slabs, tiles
 from backlight.backends.tiled.forward import base2
+from backlight.backends.tiled.pair_bias import blank_gradient
 from backlight.backends.tiled.primitives import (
     Block,
     Elastic,
@@ -33,7 +34,7 @@ from backlight.call import Call
 from backlight.config import Config
 from backlight.spec import PER_HEAD, SEQUENCE_OF
 
-SCORE_GRADIENTS = frozenset({"dq", "dk", "dbias"})
+SCORE_GRADIENTS = frozenset({"dq", "dk", "dbias", "dpair_bias"})
 
 
 def backward(
@@ -47,6 +48,10 @@ def backward(
         for name, x in parameters.items()
         if name in needs and x is not None
     }
+    if call.pair_bias is not None:
+        parameters["dpair_bias"] = call.pair_bias
+        if "dpair_bias" in needs:
+            sums["dpair_bias"] = blank_gradient(call)
     config = config_of(call)
     workspace = Workspace(config.heads * call.group * config.block_m * config.block_n, call.q.detach(), call.accumulator_dtype)
     for slab in slabs(call, config):
@@ -146,6 +151,9 @@ def _backward_slab(
             if dmirrored is not None:
                 assert scores.bias is not None
                 scores.bias.add_diagonals_(dmirrored, ds, tile)
+            if "dpair_bias" in sums:
+                assert scores.pair_bias is not None
+                scores.pair_bias.add_gradient_(sums["dpair_bias"], ds, tile)
             if scores.tanh is not None:
                 ds.mul_(scores.tanh.square_().neg_().add_(1))
             dx = ds.to(scores.operand)

@@ -6,6 +6,7 @@ tests/nn/test_statistics.py.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -50,8 +51,13 @@ def _count_slab(call: Call, slab: Slab, lse: Tensor, tile: tuple[int, int]) -> T
             continue
         block = Block(slab, call.group, i0, i1)
         scores.start(block)
-        p = scores.tile(here).sub_(base2(block.rows_of(lse[..., None]))).exp2_()
-        a, m = p, scores.mask_(workspace.take("m", *p.shape).fill_(1), here).clamp_(min=0)
+        s2 = scores.tile(here)
+        # a pair bias hides too
+        m = workspace.take("m", *s2.shape).copy_(s2 > -math.inf) if scores.pair_bias is not None else None
+        p = s2.sub_(base2(block.rows_of(lse[..., None]))).exp2_()
+        if m is None:
+            m = scores.mask_(workspace.take("m", *p.shape).fill_(1), here).clamp_(min=0)
+        a = p
         seen = m.sum(dim=-1, keepdim=True)
         tiles = _tiles(m, here, call.group, tile)
         some, whole = tiles.any_of(), tiles.all_of(z.sk)

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from backlight.backends.tiled.config import Slab, Tile
+from backlight.backends.tiled.pair_bias import PairBias
 from backlight.backends.tiled.primitives import Bias, Block, Scores, columns, heads_of, keys_of, product
 from backlight.call import Call
-
-# inputs whose tangent moves the scores
-MOVES_SCORES = frozenset({"q", "k", "bias"})
 
 
 class Moving:
@@ -27,6 +25,8 @@ class Moving:
         self.given_q = tangents.get("q")
         self.tk = keys_of(tangents["k"], slab).to(scores.operand) if "k" in tangents else None
         self.bias = BiasTangent(call, slab, tangents["bias"]) if "bias" in tangents else None
+        pairs = tangents.get("pair_bias")
+        self.pair_bias = None if pairs is None else PairBias(replace(call, pair_bias=pairs), slab)
         sides = [scores.k_columns] if self.given_q is not None else []
         sides += [columns(self.tk)] if self.tk is not None else []
         self._right = torch.cat(sides, dim=1) if len(sides) == 2 else sides[0] if sides else None
@@ -36,7 +36,7 @@ class Moving:
 
     @property
     def moves(self) -> bool:
-        return self._right is not None or self.bias is not None
+        return not (self._right is None and self.bias is None and self.pair_bias is None)
 
     def start(self, block: Block) -> None:
         """tq comes with the factor of `scores.q`."""
@@ -69,6 +69,8 @@ class Moving:
                 ts.mul_(self.slope)
         if self.bias is not None:
             self.bias.add_(ts, tile)
+        if self.pair_bias is not None:
+            self.pair_bias.add_(ts, tile, unit=1.0)
         return ts
 
 

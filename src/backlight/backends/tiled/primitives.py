@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from backlight import intervals
 from backlight.backends.tiled.config import Slab, Tile
 from backlight.backends.tiled.intervals import Intervals
+from backlight.backends.tiled.pair_bias import PairBias
 from backlight.call import Call
 from backlight.spec import LN2, LOG2E, AttentionSpec
 
@@ -147,7 +148,7 @@ class Workspace:
 
 
 class Scores:
-    """Base-2 logits of a slab's tiles (eq. 4-7), the same code for every sweep of both directions.
+    """Base-2 logits of a slab's tiles (eq. 4-7, 67), the same code for every sweep of both directions.
 
     `start` loads the rows of a block. `tanh` of the last softcapped tile is kept for its derivative (eq. 25).
     """
@@ -161,6 +162,7 @@ class Scores:
         self.factor = call.scale * LOG2E if call.spec.softcap is None else call.scale / call.spec.softcap
         self.folded = self.operand == self.dtype
         self.bias = Bias(call, slab) if call.bias is not None else None
+        self.pair_bias = PairBias(call, slab) if call.pair_bias is not None else None
         self.intervals = Intervals(call, slab) if call.rows is not None else None
         self.tanh: Tensor | None = None
 
@@ -188,6 +190,8 @@ class Scores:
             torch.mul(self.tanh, self.spec.softcap * LOG2E, out=s2)
         if self.bias is not None:
             self.bias.add_(s2, tile)
+        if self.pair_bias is not None:
+            self.pair_bias.add_(s2, tile)
         return self.mask_(s2, tile)
 
     def mask_(self, tile_values: Tensor, tile: Tile) -> Tensor:

@@ -17,6 +17,7 @@ from backlight.backends.tiled.backward import backward
 from backlight.backends.tiled.config import Slab, Tile, config_of, row_blocks, slabs, tiles
 from backlight.backends.tiled.forward import base2
 from backlight.backends.tiled.moving import Moving
+from backlight.backends.tiled.pair_bias import blank_gradient
 from backlight.backends.tiled.primitives import (
     Block,
     Elastic,
@@ -36,8 +37,12 @@ from backlight.call import Call
 from backlight.config import Config
 from backlight.spec import LEARNED, SEQUENCE_OF
 
-SCORE_GRADIENTS = frozenset({"dq", "dk", "dbias", "dtq", "dtk", "dtbias"})
+# those made of the gradient at s (ds), those made of the gradient at ts (dr)
+OF_SCORES = frozenset({"dq", "dk", "dbias", "dpair_bias"})
+OF_TANGENTS = frozenset({"dtq", "dtk", "dtbias", "dtpair_bias"})
+SCORE_GRADIENTS = OF_SCORES | OF_TANGENTS
 VALUE_GRADIENTS = frozenset({"dv", "dtv"})
+PAIR_GRADIENTS = frozenset({"dpair_bias", "dtpair_bias"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,11 @@ def second(
     given += [(name, f"dt{name}", tangents.get(name)) for name in LEARNED]
     wanted = {gradient: x for _, gradient, x in given if gradient in needs and x is not None}
     out = {gradient: torch.empty_like(x) for name, gradient, x in given if gradient in wanted and name in SEQUENCE_OF}
-    sums = {name: torch.zeros_like(x, dtype=call.accumulator_dtype) for name, x in wanted.items() if name not in out}
+    sums = {
+        name: blank_gradient(call) if name in PAIR_GRADIENTS else torch.zeros_like(x, dtype=call.accumulator_dtype)
+        for name, x in wanted.items()
+        if name not in out
+    }
     config = config_of(call)
     workspace = Workspace(config.heads * call.group * config.block_m * config.block_n, call.q.detach(), call.accumulator_dtype)
     for slab in slabs(call, config):
@@ -76,6 +85,23 @@ def _first_order(
     primal = needs.intersection(call.gradients)
     found = backward(call, results.y, results.lse, results.u, dy, incoming.dlse, primal) if primal else {}
     return found | {f"dt{name}": torch.zeros_like(x) for name, x in tangents.items() if f"dt{name}" in needs}
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What tiles add to, by the name of the gradient.
+
+    Of rows [N, rows, D], of keys [N, D, Sk], of mirrored distance tables [N, r, n], and shaped like the pair bias.
+    """
+
+    queries: dict[str, Tensor]
+    keys: dict[str, Tensor]
+    tables: dict[str, Tensor]
+    pairs: dict[str, Tensor]
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        return frozenset((*self.queries, *self.keys, *self.tables, *self.pairs))
 
 
 @dataclass(slots=True)
@@ -111,6 +137,7 @@ class _Sweep:
         tables: dict[str, Tensor] = {}
         if scores.bias is not None:
             tables = {name: torch.zeros_like(scores.bias.mirrored) for name in ("dbias", "dtbias") if name in sums}
+        pairs = {name: total for name, total in sums.items() if name in PAIR_GRADIENTS}
         sweeps = not (SCORE_GRADIENTS | VALUE_GRADIENTS).isdisjoint(wanted)
         for i0, i1 in row_blocks(z.sq, self.config):
             block = Block(self.slab, call.group, i0, i1)
@@ -125,7 +152,7 @@ class _Sweep:
                 name: torch.zeros_like(scores.q, dtype=dtype) for name in ("dq", "dtq") if name in out
             }
             for tile in scores.visited(tiles(call.spec, i0, i1, z.sq, z.sk, self.config)):
-                self._tile(tile, rows, queries, keys, tables)
+                self._tile(tile, rows, _Sums(queries, keys, tables, pairs))
             for name, total in queries.items():
                 block.put_rows(out[name], total.mul_(call.scale))
         for name, total in keys.items():
@@ -203,11 +230,10 @@ class _Sweep:
             block.put_rows(out["dtgate"], torch.zeros_like(y) if dty is None else dty * y * (1 - weight))
         return do, None if dty is None else dty * weight
 
-    def _tile(
-        self, tile: Tile, rows: _Rows, queries: dict[str, Tensor], keys: dict[str, Tensor], tables: dict[str, Tensor]
-    ) -> None:
+    def _tile(self, tile: Tile, rows: _Rows, sums: _Sums) -> None:
         """Eq. 58 of one tile."""
         scores, operand = self.scores, self.scores.operand
+        queries, keys, wanted = sums.queries, sums.keys, sums.wanted
         part, here = scores.block.part(tile), slice(tile.j0, tile.j1)
         do, dto = (None if x is None else x[:, part] for x in (rows.do, rows.dto))
         p = scores.tile(tile).sub_(rows.lse2[:, part]).exp2_()
@@ -219,20 +245,17 @@ class _Sweep:
         centred = torch.zeros_like(p) if ts is None else ts
         centred = centred.sub_(rows.mu[:, part])
         self._values(keys, here, p, a, m, centred, do, dto, part)
-        wanted = {*queries, *keys, *tables}
         if SCORE_GRADIENTS.isdisjoint(wanted):
             return
         dr = self._bracket("dr", dto, self.v_columns[:, :, here], None, None, p, m, rows.eta[:, part])
-        if "dtbias" in tables:
-            self._diagonals(tables["dtbias"], dr, tile)
-        both = not {"dq", "dk", "dbias"}.isdisjoint(wanted)
+        self._terms("dt", dr, tile, sums)
+        both = not OF_SCORES.isdisjoint(wanted)
         ds = dr
         if both:
             tv = None if self.tv_columns is None else self.tv_columns[:, :, here]
             ds = self._bracket("ds", do, self.v_columns[:, :, here], dto, tv, p, m, rows.delta[:, part])
             ds.addcmul_(centred, dr)
-            if "dbias" in tables:
-                self._diagonals(tables["dbias"], ds, tile)
+            self._terms("d", ds, tile, sums)
         slope = self.moving.slope
         if slope is not None:
             dr.mul_(slope)
@@ -313,6 +336,11 @@ class _Sweep:
             out.mul_(m)
         return out.sub_(mean).mul_(p)
 
-    def _diagonals(self, table: Tensor, values: Tensor, tile: Tile) -> None:
-        assert self.scores.bias is not None
-        self.scores.bias.add_diagonals_(table, values, tile)
+    def _terms(self, prefix: str, values: Tensor, tile: Tile, sums: _Sums) -> None:
+        """Gradients at scores, or at their tangents, are those of what is added to them (eq. 22, 68)."""
+        if (table := sums.tables.get(f"{prefix}bias")) is not None:
+            assert self.scores.bias is not None
+            self.scores.bias.add_diagonals_(table, values, tile)
+        if (pairs := sums.pairs.get(f"{prefix}pair_bias")) is not None:
+            assert self.scores.pair_bias is not None
+            self.scores.pair_bias.add_gradient_(pairs, values, tile)

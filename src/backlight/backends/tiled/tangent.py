@@ -63,7 +63,8 @@ def _allocate(call: Call, tangents: Mapping[str, Tensor], saved: Saved | None, s
     dv = call.v.shape[-1]
     elastic = call.tau is not None
     if saved is None:
-        y = torch.empty_like(call.q) if dv == call.q.shape[-1] else call.q.new_empty(*call.q.shape[:3], dv)
+        y = torch.empty_like(call.q, dtype=call.output_dtype)
+        y = y if dv == call.q.shape[-1] else y.new_empty(*call.q.shape[:3], dv)
         lse = call.q.new_empty(call.q.shape[:3], dtype=call.accumulator_dtype)
         u = torch.empty_like(y) if elastic and save_u else None
     else:
@@ -121,7 +122,12 @@ class _Sweep:
             block_tiles = self.scores.visited(tiles(self.call.spec, i0, i1, z.sq, z.sk, self.config))
             self.scores.start(block)
             self.moving.start(block)
-            if self.known:
+            part = self.call.part
+            if part is not None and part.lse is not None:
+                assert part.tlse is not None
+                lse, tlse = (block.rows_of(x[..., None]) for x in (part.lse, part.tlse))
+                rows = self._known(lse, block_tiles, fresh=True, with_tu=out.tu is not None, tlse=tlse)
+            elif self.known:
                 rows = self._known(block.rows_of(out.lse[..., None]), block_tiles, fresh=False, with_tu=out.tu is not None)
             elif self.elastic is None:
                 rows = self._online(block_tiles)
@@ -173,11 +179,15 @@ class _Sweep:
         lse = finish(scores, self.sink, m, l)
         return _Rows(lse, acc * scale, None, None, w * scale, e * scale, e_cast * scale, nu)
 
-    def _known(self, lse: Tensor, block_tiles: list[Tile], fresh: bool, with_tu: bool) -> _Rows:
-        """The sweep of rows whose lse is known: the second of eq. 53, without tau too. fresh: o and u are not known."""
+    def _known(self, lse: Tensor, block_tiles: list[Tile], fresh: bool, with_tu: bool, tlse: Tensor | None = None) -> _Rows:
+        """The sweep of rows whose lse is known: the second of eq. 53, without tau too. fresh: o and u are not known.
+
+        tlse: where it is known too, as of a part; weights move by their distance from it, and e is nothing (eq. 50).
+        """
         scores, operand, elastic = self.scores, self.scores.operand, self.elastic
         width, lse2 = self.v.shape[-1], base2(lse)
-        w, e, nu = self._zeros(width), self._zeros(1), self._zeros(1)
+        w, e = self._zeros(width), self._zeros(1)
+        nu = self._zeros(1) if tlse is None else tlse.to(scores.dtype)
         e_cast = e if operand == scores.dtype or elastic is not None else e.clone()
         o, u = (self._zeros(width) if fresh else None for _ in range(2))
         tu = self._zeros(width) if with_tu else None
@@ -193,10 +203,14 @@ class _Sweep:
             a, m = p, None
             if elastic is not None:
                 a, m = elastic.weights(elastic.exact_single_(p, tile), tile, scores)
+            if ts is None and tlse is not None:
+                ts = torch.zeros_like(p)
             if ts is not None:
-                first.reference(nu, p, ts, p.sum(dim=-1, keepdim=True), part)
+                if tlse is None:
+                    first.reference(nu, p, ts, p.sum(dim=-1, keepdim=True), part)
                 g = ts.sub_(nu[:, part]).mul_(p)
-                e[:, part].add_(g.sum(dim=-1, keepdim=True))
+                if tlse is None:
+                    e[:, part].add_(g.sum(dim=-1, keepdim=True))
                 g = (g if m is None else g.mul_(m)).to(operand)
                 if e_cast is not e:
                     e_cast[:, part].add_(g.sum(dim=-1, keepdim=True, dtype=scores.dtype))
@@ -214,7 +228,7 @@ class _Sweep:
             for mean in (u, tu):
                 if mean is not None:
                     mean.div_(elastic.n)
-        if self.tsink is not None or (self.sink is not None and self.moving.moves):
+        if tlse is None and (self.tsink is not None or (self.sink is not None and self.moving.moves)):
             assert self.sink is not None
             weight = sink_weight(scores.block.repeat_positions(self.sink), lse)
             tsink = 0 if self.tsink is None else scores.block.repeat_positions(self.tsink)

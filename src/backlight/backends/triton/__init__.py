@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,8 +50,13 @@ def setting(dtype: torch.dtype) -> bool | None:
 class TritonBackend:
     name = "triton"
     summary = "portable GPU kernels, fp16 bf16 fp32, every variant"
-    takes = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "rows", "pos", "packed", "part"})
-    derivatives = dict.fromkeys(("tangent", "second"), takes - {"tau", "part"})
+    takes = frozenset(
+        {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed", "part"}
+    )
+    derivatives: ClassVar[dict[str, frozenset[str]]] = {
+        "tangent": takes - {"tau"},
+        "second": takes - {"tau", "pair_bias", "part"},
+    }
 
     def available(self) -> tuple[str, ...]:
         if not installed():

@@ -1,12 +1,15 @@
 """Backward, split form of eq. 33: rows first (delta), then a kernel that owns rows (dq), one that owns keys (dk, dv), one that
-owns distances (dbias). No sum crosses programs without a fixed order, so every result repeats bitwise."""
+owns distances (dbias), one that owns pairs which others share (dpair_bias); short rows have one for all. No sum crosses
+programs without a fixed order, so every result repeats bitwise."""
 
 from torch import Tensor
 
 from backlight.backends.triton.dbias import dbias_of
-from backlight.backends.triton.delta import prepare_rows
+from backlight.backends.triton.delta import RowState, prepare_rows
 from backlight.backends.triton.dkdv import dkdv_of
+from backlight.backends.triton.dpair import dpair_by_owner, dpair_of_columns, empty_columns, empty_tiles, way_of
 from backlight.backends.triton.dq import dq_of
+from backlight.backends.triton.fused import fits, fused_of
 from backlight.backends.triton.launch import Launch
 from backlight.call import Call
 
@@ -16,11 +19,30 @@ def backward(
 ) -> dict[str, Tensor]:
     launch = Launch(call)
     out: dict[str, Tensor] = {}
+    way = way_of(call) if "dpair_bias" in needs else ""
+    if way in ("", "owner") and {"dq", "dk"} <= needs and fits(launch):
+        out, dpair_bias = fused_of(launch, y, lse, dy, dlse, way == "owner")
+        if dpair_bias is not None:
+            out["dpair_bias"] = dpair_bias
+        return {name: out[name] for name in needs}
     rows = prepare_rows(launch, y, lse, u, dy, dlse, out)
-    if "dq" in needs:
-        out["dq"] = dq_of(launch, rows)
-    if needs & {"dk", "dv"}:
-        out["dk"], out["dv"] = dkdv_of(launch, rows)
+    split(launch, rows, needs, way, out)
+    if way == "owner":
+        out["dpair_bias"] = dpair_by_owner(launch, rows)
     if "dbias" in needs:
         out["dbias"] = dbias_of(launch, rows)
     return {name: out[name] for name in needs}
+
+
+def split(launch: Launch, rows: RowState, needs: frozenset[str], way: str, out: dict[str, Tensor]) -> None:
+    """dq, then dk and dv, and dpair_bias where one of their kernels has it."""
+    if "dq" in needs or way == "tiles":
+        tiles = empty_tiles(launch) if way == "tiles" else None
+        out["dq"] = dq_of(launch, rows, tiles)
+        if tiles is not None:
+            out["dpair_bias"] = tiles
+    if needs & {"dk", "dv"} or way == "columns":
+        columns = empty_columns(launch) if way == "columns" else None
+        out["dk"], out["dv"] = dkdv_of(launch, rows, columns)
+        if columns is not None:
+            out["dpair_bias"] = dpair_of_columns(launch, columns)

@@ -1,8 +1,8 @@
 """Tile sizes of the Triton kernels: the shipped table of a measured card, a heuristic by shared memory elsewhere.
 
 A table holds for its card and for others of the same architecture, where they have as much shared memory. Nothing here looks at
-lengths, so that a new length never makes a kernel compile again. The dbias kernel sums diagonals of tiles that are at least as
-wide as high: its block_m may not exceed its block_n.
+lengths, so that a new length never makes a kernel compile again, but for a pair bias with rows of one tile at most. The dbias
+kernel sums diagonals of tiles that are at least as wide as high: its block_m may not exceed its block_n.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class KernelConfig:
     tma: bool = False
     # the dk/dv kernel reads lse and delta where it uses them, not ahead through shared memory
     direct: bool = False
+    # most registers of a thread: more programs run side by side; 0 leaves them to the compiler
+    registers: int = 0
 
     def __post_init__(self) -> None:
         if self.block_m + self.block_n > WIDEST_TILES:
@@ -50,6 +52,7 @@ class KernelConfig:
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "enable_fp_fusion": True,
+            **({"maxnreg": self.registers} if self.registers else {}),
         }
 
 
@@ -91,13 +94,21 @@ def why_no_second(call: Call) -> tuple[str, ...]:
 def kernels_of(call: Call) -> tuple[str, ...]:
     """The kernels with a configuration that a call and its backward launch, in order."""
     forward = ("forward",) if call.tau is None else ("lse", "elastic")
-    return (*forward, "dq", *key_kernels(call), *(() if call.bias is None else ("dbias",)))
+    return (*forward, "dq", *key_kernels(call), *(() if call.bias is None else ("dbias",)), *pair_kernels(call))
+
+
+def pair_kernels(call: Call) -> tuple[str, ...]:
+    """A pair bias that batch entries or heads share has a kernel for its gradient, unless it is by key (`dpair.way_of`)."""
+    b = call.pair_bias
+    return () if b is None or b.shape[2] == 1 or b.shape[:2] == call.q.shape[:2] else ("dpair",)
 
 
 def variant_of(call: Call) -> str:
     """What decides between tables: the term that costs most, then whether tiles are cut by a mask."""
     if call.tau is not None:
         return "lazy"
+    if call.pair_bias is not None:
+        return "pair"
     if call.bias is not None:
         return "bias"
     if call.spec.softcap is not None:
@@ -155,8 +166,12 @@ def shipped(kernel: str, call: Call, device: Device) -> KernelConfig | None:
 
 
 def entry(table: Mapping[str, KernelConfig], kernel: str, call: Call) -> KernelConfig | None:
-    """The variant's own entry, else that of plain attention with or without a mask; lse is a forward that keeps no o."""
+    """The variant's own entry, else that of plain attention with or without a mask; lse is a forward that keeps no o. A pair
+    bias has none but its own."""
     width, plain = max(64, width_of(call)), plain_of(call)
+    if call.pair_bias is not None:
+        # its tiles take room beside the others, and where products are short they decide
+        return table.get(f"{kernel}/{max(32, width_of(call))}/pair")
     own = table.get(f"{kernel}/{width}/{variant_of(call)}")
     return own or table.get(f"{'forward' if kernel == 'lse' else kernel}/{width}/{plain}")
 
@@ -168,6 +183,8 @@ def heuristic(kernel: str, call: Call, device: Device) -> KernelConfig:
         return _second(kernel, width, call, device.shared)
     if call.q.dtype == torch.float32:
         return _unrolled(kernel, width, device.arch)
+    if call.pair_bias is not None and device.shared >= LARGE and kernel != "dbias":
+        return _paired(kernel, width, call.q.shape[2] <= 64)
     return _wide(kernel, device.shared) if width > 128 else _usual(kernel, width, call, device.shared)
 
 
@@ -182,6 +199,29 @@ def _unrolled(kernel: str, width: int, arch: str) -> KernelConfig:
     # products of fp32 are unrolled: with larger tiles or fewer warps they spill, and keep ptxas busy for most of a minute
     tile = {"dkdv": (16, 32), "dbias": (16, 16)}.get(kernel, (32, 16))
     return KernelConfig(*tile, num_warps=8, num_stages=1)
+
+
+def _paired(kernel: str, width: int, short: bool) -> KernelConfig:
+    """16 bits, a pair bias of up to 32 bits beside q, k and v. Measured on an H200: heads up to 32 with a shared bias, 64 with
+    one of their own."""
+    if width > 128:
+        rows, keys = {"forward": (64, 64), "dq": (64, 32), "dpair": (64, 64)}.get(kernel, (32, 64))
+        tma = kernel != "dpair"
+        return KernelConfig(rows, keys, 8 if kernel in ("dk", "dpair") else 4, 2 if tma else 1, tma)
+    if kernel == "fused":
+        return KernelConfig(64, 64, 4, 2, tma=True, registers=168)
+    if width > 64:
+        return KernelConfig(64, 64, 8 if kernel in ("dkdv", "dpair") else 4, 2, tma=True, direct=kernel == "dkdv")
+    if kernel == "forward":
+        if width > 32:
+            return KernelConfig(128, 64, 8, 3, tma=True)
+        return KernelConfig(64, 64, 4, 2, tma=True, registers=96) if short else KernelConfig(128, 64, 4, 3, tma=True)
+    if kernel == "dkdv":
+        if width > 32:
+            return KernelConfig(128, 64, 4, 2, tma=True)
+        return KernelConfig(64, 64, 4, 2, tma=True, direct=True, registers=128)
+    stages = 3 if width <= 32 else 4 if kernel == "dq" else 2
+    return KernelConfig(64, 64, 4, stages, tma=True)
 
 
 def _wide(kernel: str, shared: int) -> KernelConfig:

@@ -18,7 +18,9 @@ from backlight.backends.triton.config import KernelConfig
 from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import load_vector, row_state, stream_tile
+from backlight.backends.triton.pair import pair_tile
 from backlight.backends.triton.primitives import (
+    LOG2E,
     Segment,
     logits_of,
     nth_segment,
@@ -74,7 +76,7 @@ def store_diagonals(partial_ptr, total, splits, BM: tl.constexpr, BN: tl.constex
 @triton.jit(do_not_specialize=["splits", "pitch16", "sq", "sk", "n_segments"])
 def _dbias_kernel(
     q_rows, k_rows, v_rows, do_rows, q_desc, k_desc, v_desc, do_desc, minus_lse2_ptr, delta_ptr, share_ptr, table_ptr,
-    partial_ptr, splits, pitch16, mask, packing, geometry, sq, sk, n_segments,
+    partial_ptr, splits, pitch16, pair, mask, packing, geometry, sq, sk, n_segments,
     V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     offset_index = tl.program_id(0) // splits
@@ -116,6 +118,8 @@ def _dbias_kernel(
                 t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
                 dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
                 s, _ = logits_of(t, geometry.unit, bias + minus_lse2, geometry, V, "none")
+                if V.PAIR > 0:
+                    s += pair_tile(pair, pair.ptr, b, h, i0, j0, segment.sq, V, False, BM, BN, False, True) * LOG2E
                 p = tl.exp2(s)
                 # masks are in the bias: what is left are keys that do not exist
                 if (j0 < 0) | (j0 + BN > segment.sk):
@@ -160,6 +164,7 @@ def dbias_of(launch: Launch, rows: RowState) -> Tensor:
         parts.partial,
         parts.splits,
         rows.pitch16,
+        launch.pair_of(launch.call.pair_bias),
         # offsets lie across key tiles: intervals are compared in all tiles, and no list is followed
         launch.mask(config, of_rows=True),
         *launch.shared(launch.call.cu_seqlens_q, config.block_m),

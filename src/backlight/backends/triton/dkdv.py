@@ -14,7 +14,9 @@ from backlight.backends.triton.config import key_kernels
 from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import at, load_tile, row_state, row_tile, store_tile, stream_tile
+from backlight.backends.triton.pair import pair_tile
 from backlight.backends.triton.primitives import (
+    LOG2E,
     logits_of,
     own_counts,
     row_span,
@@ -29,9 +31,9 @@ from backlight.backends.triton.visits import intervals_of, tiles_of, visited, vi
 @triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
 def _dkdv_kernel(
     q_rows, do_rows, q_desc, do_desc, k_rows, v_rows, dk_rows, dv_rows, minus_lse2_ptr, delta_ptr, share_ptr, table_ptr,
-    scale, pitch16, mask, packing, geometry, sq, sk, n_segments,
-    V: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, TMA: tl.constexpr, DIRECT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    columns_ptr, scale, pitch16, pair, pair_desc, mask, packing, geometry, sq, sk, n_segments,
+    V: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, WANT_COLUMNS: tl.constexpr, TMA: tl.constexpr,
+    PAIR_TMA: tl.constexpr, DIRECT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     kv_heads = geometry.heads // geometry.group
     b = tl.program_id(1) // kv_heads
@@ -49,7 +51,7 @@ def _dkdv_kernel(
     k = load_tile(at(k_rows, b, g, segment.k_start + j0), k_rows.row, 0, n_keys, BN, V.D, V.BD)
     BD: tl.constexpr = V.BD
     BDV: tl.constexpr = V.BDV
-    SLOPE: tl.constexpr = "none" if not WANT_DK else "apart" if WANT_DV or V.TAU else "within"
+    SLOPE: tl.constexpr = "none" if not WANT_DK else "apart" if WANT_DV or V.TAU or WANT_COLUMNS else "within"
     if WANT_DK:
         v = load_tile(at(v_rows, b, g, segment.k_start + j0), v_rows.row, 0, n_keys, BN, V.DV, V.BDV)
         dk = tl.zeros([BN, BD], tl.float32)
@@ -62,6 +64,8 @@ def _dkdv_kernel(
         own_packing = own_counts(packing, b, h, whole_sq, geometry, V)
         visits = visits_of(span, mask, b, h, tl.program_id(0), tl.num_programs(0) + 1, row_tiles, geometry, V, BM)
         intervals = intervals_of(mask, b, h, segment, whole_sq, sk, n_segments, geometry, V, BN)
+        if WANT_COLUMNS:
+            column = tl.zeros([BN], tl.float32)
         if visits.start < visits.stop:
             for step in range(visits.start, visits.stop, BM):
                 i0, at_edge = visited(step, visits, V, BM)
@@ -76,6 +80,8 @@ def _dkdv_kernel(
                 if V.TAU:
                     share = row_tile(share_ptr + offset, i0, sq, 0.0, V, DIRECT, BN, BM)
                 s, slope = logits_of(t, geometry.unit, minus_lse2, geometry, V, SLOPE)
+                if V.PAIR > 0:
+                    s += pair_tile(pair, pair_desc, b, h, i0, j0, sq, V, PAIR_TMA, BM, BN, True) * LOG2E
                 if V.BIAS:
                     entry = table_entry(i0 + shift - j0 + geometry.bias_origin, geometry, False)
                     s = add_bias(s, geometry.unit, own_table_ptr, entry, i0, span, geometry, V, BN, BM)
@@ -98,29 +104,36 @@ def _dkdv_kernel(
                 if WANT_DV:
                     dv = tl.dot(a.to(do.dtype), do, dv, input_precision=V.PRECISION)
                 if WANT_DK:
-                    _, dx = tile_gradient(p, surviving(a, 0.0, V), dp, delta, slope, V)
+                    ds, dx = tile_gradient(p, surviving(a, 0.0, V), dp, delta, slope, V)
+                    if WANT_COLUMNS:
+                        column += tl.sum(ds, 1)
                     dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=V.PRECISION)
+        if WANT_COLUMNS:
+            at_key = tl.cast(b * geometry.heads + h, tl.int64) * sk + j0 + tl.arange(0, BN)
+            tl.store(columns_ptr + at_key, column, mask=tl.arange(0, BN) < n_keys)
     if WANT_DK:
         store_tile(at(dk_rows, b, g, segment.k_start + j0), dk_rows.row, n_keys, dk * scale, BN, V.D, V.BD)
     if WANT_DV:
         store_tile(at(dv_rows, b, g, segment.k_start + j0), dv_rows.row, n_keys, dv, BN, V.DV, V.BDV)
 
 
-def dkdv_of(launch: Launch, rows: RowState) -> tuple[Tensor, Tensor]:
+def dkdv_of(launch: Launch, rows: RowState, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """columns [B,Hq,Sk] is filled with the column sums of ds."""
     call = launch.call
     dk, dv = (torch.empty_like(x, dtype=call.output_dtype) for x in (call.k, call.v))
     for kernel in key_kernels(call):
-        launch_keys(kernel, launch, rows, dk, dv)
+        launch_keys(kernel, launch, rows, dk, dv, columns if "dk" in kernel else None)
     return dk, dv
 
 
-def launch_keys(kernel: str, launch: Launch, rows: RowState, dk: Tensor, dv: Tensor) -> None:
+def launch_keys(kernel: str, launch: Launch, rows: RowState, dk: Tensor, dv: Tensor, columns: Tensor | None) -> None:
     """One of `key_kernels`: fills what its name says of dk and dv."""
     call = launch.call
     config = launch.config(kernel)
     grid = launch.key_grid(config.block_n)
     if grid[0] and grid[1]:
         tma, descriptors = launch.descriptors(config, config.block_m, launch.q, rows.do)
+        pair_tma, pair = launch.pair(config)
         launch.start(
             _dkdv_kernel,
             grid,
@@ -131,14 +144,18 @@ def launch_keys(kernel: str, launch: Launch, rows: RowState, dk: Tensor, dv: Ten
             rows.delta,
             rows.share,
             launch.table,
+            rows.delta if columns is None else columns,
             float(call.scale),
             rows.pitch16,
+            *pair,
             launch.mask(config, of_rows=False),
             *launch.shared(call.cu_seqlens_k, config.block_n),
             V=launch.variant,
             WANT_DK="dk" in kernel,
             WANT_DV="dv" in kernel,
+            WANT_COLUMNS=columns is not None,
             TMA=tma,
+            PAIR_TMA=pair_tma,
             DIRECT=config.direct and launch.nvidia and not call.varlen,
             **config.launch,
         )

@@ -9,7 +9,9 @@ from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch
 from backlight.backends.triton.loads import at, key_tile, load_vector, own_tile, row_state, store_tile
+from backlight.backends.triton.pair import pair_tile, store_pair
 from backlight.backends.triton.primitives import (
+    LOG2E,
     key_span,
     logits_of,
     own_counts,
@@ -23,9 +25,10 @@ from backlight.backends.triton.visits import intervals_of, tiles_of, visited, vi
 
 @triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
 def _dq_kernel(
-    q_rows, k_rows, v_rows, k_desc, v_desc, do_rows, dq_rows, minus_lse2_ptr, delta_ptr, share_ptr, table_ptr, scale,
-    pitch16, mask, packing, geometry, sq, sk, n_segments,
-    V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    q_rows, k_rows, v_rows, k_desc, v_desc, do_rows, dq_rows, minus_lse2_ptr, delta_ptr, share_ptr, table_ptr, scale, pitch16,
+    dpair, pair, pair_desc, mask, packing, geometry, sq, sk, n_segments,
+    V: tl.constexpr, WANT_DPAIR: tl.constexpr, TMA: tl.constexpr, PAIR_TMA: tl.constexpr,
+    WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     block = row_block(packing, sq, sk, n_segments, geometry, V, BM)
     packing = own_counts(packing, block.b, block.h, sq, geometry, V)
@@ -40,6 +43,7 @@ def _dq_kernel(
     if V.TAU:
         share = load_vector(share_ptr + offset, 0, block.n_rows, 0.0, BM, True)[:, None]
     BD: tl.constexpr = V.BD
+    SLOPE: tl.constexpr = "apart" if V.TAU or WANT_DPAIR else "within"
     dq = tl.zeros([BM, BD], tl.float32)
     span = key_span(block, geometry, V, BN)
     key_tiles = tiles_of(sk, n_segments, V, BN)
@@ -51,26 +55,32 @@ def _dq_kernel(
             k = key_tile(k_rows, k_desc, block, j0, BN, V.D, V.BD, TMA)
             v = key_tile(v_rows, v_desc, block, j0, BN, V.DV, V.BDV, TMA)
             t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
-            s, slope = logits_of(t, geometry.unit, minus_lse2, geometry, V, "apart" if V.TAU else "within")
+            s, slope = logits_of(t, geometry.unit, minus_lse2, geometry, V, SLOPE)
+            if V.PAIR > 0:
+                s += pair_tile(pair, pair_desc, block.b, block.h, block.row, j0, sq, V, PAIR_TMA, BM, BN, False) * LOG2E
             if V.BIAS:
                 entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
                 s = add_bias(s, geometry.unit, table_ptr, entry, j0, span, geometry, V, BM, BN)
             # after the branch of the bias: a product in flight would have to end before it, and this one runs beside exp2
             dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
-            if V.INTERVALS == 0:
+            if V.INTERVALS == 0 and not WHOLE:
                 at_edge = (j0 < span.low) | (j0 > span.high)
             keys = j0 + key_lanes
             p, _ = tile_weights(
                 s, share, 0.0, block.position, keys, at_edge, intervals, block.segment, packing, geometry, V, BN
             )
-            _, dx = tile_gradient(p, surviving(p, share, V), dp, delta, slope, V)
+            ds, dx = tile_gradient(p, surviving(p, share, V), dp, delta, slope, V)
+            if WANT_DPAIR:
+                store_pair(dpair, block.b, block.h, block.row, j0, sq, ds, BM, BN)
             dq = tl.dot(dx.to(k.dtype), k, dq, input_precision=V.PRECISION)
     store_tile(at(dq_rows, block.b, block.h, block.row), dq_rows.row, block.n_rows, dq * scale, BM, V.D, V.BD)
 
 
-def dq_of(launch: Launch, rows: RowState) -> Tensor:
+def dq_of(launch: Launch, rows: RowState, dpair: Tensor | None = None) -> Tensor:
+    """Fills the tiles of dpair that it visits."""
     call = launch.call
     dq = torch.empty_like(call.q, dtype=call.output_dtype)
-    values = (rows.minus_lse2, rows.delta, rows.share, launch.table, float(call.scale), rows.pitch16)
-    launch.start_rows(_dq_kernel, "dq", (rows.do, dq), values)
+    stored = launch.pair_of(dpair)
+    values = (rows.minus_lse2, rows.delta, rows.share, launch.table, float(call.scale), rows.pitch16, stored)
+    launch.start_rows(_dq_kernel, "dq", (rows.do, dq), values, WANT_DPAIR=dpair is not None)
     return dq

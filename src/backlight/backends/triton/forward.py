@@ -13,6 +13,7 @@ from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.elastic import elastic_of
 from backlight.backends.triton.launch import Launch, compact
 from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
+from backlight.backends.triton.pair import pair_tile
 from backlight.backends.triton.primitives import LN2, LOG2E, key_span, logits_of, row_block, visible
 from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
 from backlight.call import Call
@@ -26,9 +27,9 @@ LARGEST = tl.constexpr(3.0e38)
 
 @triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
 def _fwd_kernel(
-    q_rows, k_rows, v_rows, k_desc, v_desc, gate_rows, y_rows, lse_ptr, table_ptr, sink_ptr, mask, packing, geometry,
-    sq, sk, n_segments, V: tl.constexpr, LSE_ONLY: tl.constexpr, BOUNDED: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    q_rows, k_rows, v_rows, k_desc, v_desc, gate_rows, y_rows, lse_ptr, table_ptr, sink_ptr, pair, pair_desc, mask, packing,
+    geometry, sq, sk, n_segments, V: tl.constexpr, LSE_ONLY: tl.constexpr, BOUNDED: tl.constexpr, TMA: tl.constexpr,
+    PAIR_TMA: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     block = row_block(packing, sq, sk, n_segments, geometry, V, BM)
     table_ptr = head_table(table_ptr, block.h, geometry, True)
@@ -58,11 +59,16 @@ def _fwd_kernel(
             if BOUNDED:
                 x, _ = logits_of(t, unit, -row_max[:, None], geometry, V, "none")
             else:
-                x, _ = logits_of(t, 1.0, 0.0, geometry, V, "none")
+                addend = 0.0
+                if V.PAIR > 0:
+                    addend = pair_tile(pair, pair_desc, block.b, block.h, block.row, j0, sq, V, PAIR_TMA, BM, BN, False)
+                    if V.SOFTCAP:
+                        addend *= LOG2E / unit
+                x, _ = logits_of(t, 1.0, addend, geometry, V, "none")
             if V.BIAS:
                 entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
                 x = add_bias(x, 1.0, table_ptr, entry, j0, span, geometry, V, BM, BN)
-            if V.INTERVALS == 0:
+            if V.INTERVALS == 0 and not WHOLE:
                 at_edge = (j0 < span.low) | (j0 > span.high)
             if BOUNDED:
                 at_edge = at_edge | (j0 == span.start)
@@ -107,11 +113,12 @@ def _fwd_kernel(
 
 def bounded(call: Call) -> bool:
     """Whether a softcap keeps exp2 of all logits within the range of fp32 and bf16, with room for sums: a row's maximum over
-    its first tile will do then. fp16 has no such range, bias and sink know no bound, and under a mask a row may see nothing of
-    the first tile."""
+    its first tile will do then. fp16 has no such range, biases and sink know no bound, and under a mask a row may see
+    nothing of the first tile."""
     spec = call.spec
     within = spec.softcap is not None and spec.softcap * LOG2E.value <= LARGEST_LOGIT
-    return within and not spec.bias and not spec.sink and not spec.rows and call.q.dtype != torch.float16
+    unbounded = spec.bias or spec.pair_bias or spec.sink
+    return within and not unbounded and not spec.rows and call.q.dtype != torch.float16
 
 
 def forward(call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight import intervals
 from backlight.backends.intervals.tiles import Tiling, live_tiles, mask_steps
 from backlight.backends.replaying.preparing import Preparing
 from backlight.backends.replaying.program import start
 from backlight.backends.triton import small
 from backlight.backends.triton.config import KernelConfig, config_of, padded
+from backlight.backends.triton.counts import _counts_kernel
+from backlight.backends.triton.pair import Pair
 from backlight.backends.triton.primitives import Geometry, Packing, Rows, Variant
 from backlight.backends.triton.table import table_of
 from backlight.backends.triton.visits import Mask
@@ -71,6 +72,11 @@ class Launch(Preparing):
             others = (rows_of(x) for x in tensors)
             shared = (self.mask(config, of_rows=True), *self.shared(self.call.cu_seqlens_q, config.block_m))
             named |= {"V": self.variant, "TMA": tma, **config.launch}
+            if name != "elastic":
+                # which has no pair bias
+                named["PAIR_TMA"], pair = self.pair(config)
+                named["WHOLE"] = self.whole_tiles(config.block_n)
+                values = (*values, *pair)
             self.start(kernel, grid, *own, *descriptors, *others, *values, *shared, **named)
 
     @property
@@ -86,6 +92,30 @@ class Launch(Preparing):
     def table(self) -> Tensor:
         """The bias as `bias_tile` reads it."""
         return self.q if self.call.bias is None else table_of(self.start, self.call.bias, LOG2E / self.logit_units[1])
+
+    def pair(self, config: KernelConfig) -> tuple[bool, tuple[Pair, Any]]:
+        """Whether main loops read the pair bias through TMA, and what they read it by."""
+        b = self.call.pair_bias
+        pair = self.pair_of(b)
+        if b is None or b.shape[2] == 1 or b.stride(3) != 1 or not config.tma or not describable(b):
+            return False, (pair, pair.ptr)
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        tile = [1, 1, config.block_m, config.block_n]
+        return True, (pair, TensorDescriptor(b, list(b.shape), list(b.stride()), tile))
+
+    def whole_tiles(self, block_n: int) -> bool:
+        """Beside a pair bias, which has few lengths and short products: whether nothing cuts a tile of keys."""
+        call = self.call
+        cut = call.spec.masked or call.spec.rows or call.varlen or call.k.shape[2] % block_n
+        return call.pair_bias is not None and not cut
+
+    def pair_of(self, tensor: Tensor | None) -> Pair:
+        """The pair bias, or what is shaped like it."""
+        if tensor is None:
+            return Pair(self.q, 0, 0, 0, 0, 1, 0)
+        batch, head, row = (0 if tensor.shape[axis] == 1 else tensor.stride(axis) for axis in range(3))
+        return Pair(tensor, batch, head, row, tensor.stride(3), self.call.sharing, tensor.shape[3])
 
     def mask(self, config: KernelConfig, of_rows: bool) -> Mask:
         """The mask by row intervals, as a kernel reads it whose programs own row tiles or key tiles."""
@@ -117,7 +147,20 @@ class Launch(Preparing):
         if part is not None:
             assert part.n is not None
             return compact(part.n)
-        return self.q if self.call.rows is None or self.call.tau is None else intervals.visible_counts(self.call)
+        return self.q if self.call.rows is None or self.call.tau is None else self._count(self.call.rows)
+
+    def _count(self, rows: Tensor) -> Tensor:
+        call, config = self.call, self.config("elastic")
+        mask = self.mask(config, of_rows=True)
+        batch, heads = mask.live.shape[0] // rows.shape[1], rows.shape[1]
+        n = torch.empty((batch, heads, call.q.shape[2]), dtype=torch.int32, device=rows.device)
+        tiles, _ = self.row_grid(config.block_m)
+        if tiles:
+            packing, geometry, *lengths = self.shared(call.cu_seqlens_q, config.block_m, self.q)
+            named = {"V": self.variant, "BM": config.block_m, "BN": config.block_n}
+            args = [n, mask, packing, geometry._replace(heads=heads), *lengths]
+            self.start_beside(_counts_kernel, (tiles, batch * heads), args, named, "rows")
+        return n
 
     @property
     def logit_units(self) -> tuple[float, float]:
@@ -129,6 +172,9 @@ class Launch(Preparing):
         scale, cap = float(self.call.scale), self.call.spec.softcap
         if cap is not None:
             return scale / cap, cap * LOG2E
+        if self.call.pair_bias is not None:
+            # a tile of it comes late: the product must not wait for what is added to it
+            return scale, LOG2E
         precise = self.call.bias is not None and self.call.q.dtype == torch.float32
         return (scale * LOG2E, 1.0) if precise or scale < SMALLEST_UNIT else (1.0, scale * LOG2E)
 
@@ -167,6 +213,7 @@ class Launch(Preparing):
             CAUSAL=spec.right == 0,
             SOFTCAP=spec.softcap is not None,
             BIAS=spec.bias,
+            PAIR=0 if call.pair_bias is None else 1 if call.pair_bias.shape[2] == 1 else 2,
             SINK=spec.sink,
             TAU=spec.tau,
             GATE=spec.gate,
@@ -174,7 +221,7 @@ class Launch(Preparing):
             PART=self.elastic_part is not None,
             INTERVALS=0 if call.rows is None else call.rows.shape[2] // 2,
             POS=spec.pos,
-            LINEAR=spec.softcap is None and self.logit_units[0] == 1.0,
+            LINEAR=spec.softcap is None and not spec.pair_bias and self.logit_units[0] == 1.0,
             FP32=call.q.dtype == torch.float32,
             NVIDIA=self.nvidia,
             PAIRED=call.q.dtype == torch.bfloat16 and hopper(call.q),
@@ -202,10 +249,10 @@ class Launch(Preparing):
         batch, heads, sk, _ = self.call.k.shape
         return self.tiles(sk, self.call.cu_seqlens_k, block), batch * heads
 
-    def shared(self, cu_seqlens: Tensor | None, block: int) -> tuple[Any, ...]:
-        """packing by tiles of `block` along `cu_seqlens`, geometry, sq, sk, number of segments."""
+    def shared(self, cu_seqlens: Tensor | None, block: int, n: Tensor | None = None) -> tuple[Any, ...]:
+        """packing by tiles of `block` along `cu_seqlens` and n, geometry, sq, sk, number of segments."""
         call = self.call
-        n = self.counts
+        n = self.counts if n is None else n
         lengths = (self.geometry, call.q.shape[2], call.k.shape[2])
         if cu_seqlens is None:
             return (Packing(self.q, self.q, self.q, n), *lengths, 0)

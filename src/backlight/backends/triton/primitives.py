@@ -104,6 +104,8 @@ class Variant(NamedTuple):
     CAUSAL: bool
     SOFTCAP: bool
     BIAS: bool
+    # 0 without a pair bias, 1 by key, 2 by row and key
+    PAIR: int
     SINK: bool
     TAU: bool
     GATE: bool

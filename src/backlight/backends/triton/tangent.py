@@ -18,6 +18,7 @@ from backlight.backends.triton.device import device_of
 from backlight.backends.triton.forward import LARGEST
 from backlight.backends.triton.launch import Launch, compact, rows_of
 from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
+from backlight.backends.triton.pair import pair_tile
 from backlight.backends.triton.primitives import LN2, LOG2E, key_span, logits_of, row_block, visible
 from backlight.backends.triton.table import table_of
 from backlight.backends.triton.tangent_known import _tangent_known_kernel
@@ -35,6 +36,7 @@ class Given(NamedTuple):
     BIAS: bool
     SINK: bool
     GATE: bool
+    PAIR: bool
     # some score has one
     SCORES: bool
 
@@ -42,8 +44,8 @@ class Given(NamedTuple):
 @triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
 def _tangent_kernel(
     q_rows, k_rows, v_rows, tq_rows, tk_rows, tv_rows, k_desc, v_desc, tk_desc, tv_desc, gate_rows, tgate_rows, y_rows, ty_rows,
-    lse_ptr, tlse_ptr, table_ptr, ttable_ptr, sink_ptr, tsink_ptr, scale, mask, packing, geometry, sq, sk, n_segments,
-    V: tl.constexpr, T: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    lse_ptr, tlse_ptr, table_ptr, ttable_ptr, sink_ptr, tsink_ptr, scale, pair, tpair, mask, packing, geometry, sq, sk,
+    n_segments, V: tl.constexpr, T: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     block = row_block(packing, sq, sk, n_segments, geometry, V, BM)
     table_ptr = head_table(table_ptr, block.h, geometry, True)
@@ -76,7 +78,7 @@ def _tangent_kernel(
     key_tiles = tiles_of(sk, n_segments, V, BN)
     visits = visits_of(span, mask, block.b, block.h, block.tile, tl.num_programs(0), key_tiles, geometry, V, BN)
     intervals = intervals_of(mask, block.b, block.h, block.segment, sq, sk, n_segments, geometry, V, BN)
-    # a row meets its first key in the first tile, or after a tile that an edge cuts
+    # a row meets its first key in the first tile, or after a tile that an edge cuts; a pair bias may hide any
     cut_before = 1
     if visits.start < visits.stop:
         for step in range(visits.start, visits.stop, BN):
@@ -90,7 +92,12 @@ def _tangent_kernel(
             if T.K:
                 tk = key_tile(tk_rows, tk_desc, block, j0, BN, V.D, V.BD, TMA)
                 ts = tl.dot(q, tl.trans(tk), ts, input_precision=V.PRECISION)
-            x, slope = logits_of(t, 1.0, 0.0, geometry, V, "apart" if T.SCORES else "none")
+            addend = 0.0
+            if V.PAIR > 0:
+                addend = pair_tile(pair, pair.ptr, block.b, block.h, block.row, j0, sq, V, False, BM, BN, False)
+                if V.SOFTCAP:
+                    addend *= LOG2E / unit
+            x, slope = logits_of(t, 1.0, addend, geometry, V, "apart" if T.SCORES else "none")
             ts = ts * scale
             if V.SOFTCAP and T.SCORES:
                 ts = ts * slope
@@ -99,6 +106,8 @@ def _tangent_kernel(
                 x = add_bias(x, 1.0, table_ptr, entry, j0, span, geometry, V, BM, BN)
             if T.BIAS:
                 ts = add_bias(ts, 1.0, ttable_ptr, entry, j0, span, geometry, V, BM, BN)
+            if T.PAIR:
+                ts += pair_tile(tpair, tpair.ptr, block.b, block.h, block.row, j0, sq, V, False, BM, BN, False)
             if V.INTERVALS == 0:
                 at_edge = (j0 < span.low) | (j0 > span.high)
             if at_edge:
@@ -126,7 +135,8 @@ def _tangent_kernel(
                     e -= moved * row_sum
                     e_cast -= moved * row_sum
                     opened = tl.where(total > 0, 1.0, opened)
-                cut_before = at_edge.to(tl.int32)
+                if V.PAIR == 0:
+                    cut_before = at_edge.to(tl.int32)
                 g = p * (ts - nu[:, None])
                 e += tl.sum(g, 1)
                 g_cast = g.to(v.dtype)
@@ -187,12 +197,16 @@ def tangent(call: Call, tangents: dict[str, Tensor], known: tuple[Any, ...] | No
     launch = Launch(call)
     ty = launch.empty_rows(call.v.shape[-1], call.output_dtype)
     tlse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
-    y, lse = (torch.empty_like(ty), torch.empty_like(tlse)) if known is None else known[:2]
-    config = config_of(call, known is not None)
+    # a pair bias may hide any key, and parts have another lse than their rows: both compute again what they know
+    reads = known is not None and call.pair_bias is None and call.part is None
+    y, lse = known[:2] if known is not None and reads else (torch.empty_like(ty), torch.empty_like(tlse))
+    config = config_of(call, reads)
     grid = launch.row_grid(config.block_m)
     if grid[0] and grid[1]:
-        kernel = _tangent_kernel if known is None else _tangent_known_kernel
+        kernel = _tangent_known_kernel if reads else _tangent_kernel
         _start(kernel, launch, tangents, config, grid, (launch.readable(y), ty), (compact(lse), tlse))
+    if known is not None:
+        y, lse, _ = known
     return y, lse, None, ty, tlse, None
 
 
@@ -214,8 +228,9 @@ def _start(
     tgate = launch.readable(tangents["gate"]) if "gate" in tangents else launch.gate
     ttable = table_of(launch.start, tangents["bias"], 1.0) if "bias" in tangents else launch.table
     tsink = compact(tangents["sink"]) if "sink" in tangents else launch.sink
-    moves = not {"q", "k", "bias"}.isdisjoint(tangents)
-    given = Given(*(name in tangents for name in ("q", "k", "v", "bias", "sink", "gate")), SCORES=moves)
+    paired = (call.pair_bias, tangents.get("pair_bias")) if kernel is _tangent_kernel else ()
+    moves = not {"q", "k", "bias", "pair_bias"}.isdisjoint(tangents)
+    given = Given(*(name in tangents for name in ("q", "k", "v", "bias", "sink", "gate", "pair_bias")), SCORES=moves)
     tma, descriptors = launch.descriptors(config, config.block_n, launch.k, launch.v, tk, tv)
     launch.start(
         kernel,
@@ -223,7 +238,7 @@ def _start(
         *(rows_of(x) for x in (launch.q, launch.k, launch.v, tq, tk, tv)),
         *descriptors,
         *(rows_of(x) for x in (launch.gate, tgate, *outputs)),
-        *(*row_values, launch.table, ttable, launch.sink, tsink, float(call.scale)),
+        *(*row_values, launch.table, ttable, launch.sink, tsink, float(call.scale), *(launch.pair_of(x) for x in paired)),
         launch.mask(config, of_rows=True),
         *launch.shared(call.cu_seqlens_q, config.block_m),
         V=launch.variant,

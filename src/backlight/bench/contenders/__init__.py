@@ -7,7 +7,7 @@ import importlib.util
 import torch
 
 from backlight.bench.contender import Adapter, Contender
-from backlight.bench.contenders import eager, fa3, flex, ours, sdpa
+from backlight.bench.contenders import cuequivariance, eager, fa3, flex, ours, sdpa
 from backlight.bench.workload import Tensors, Workload
 
 
@@ -32,6 +32,7 @@ def adapters() -> dict[str, Adapter]:
         *sdpa.ADAPTERS,
         *flex.ADAPTERS,
         *fa3.ADAPTERS,
+        *cuequivariance.ADAPTERS,
         *eager.ADAPTERS,
         Adasplash(),
     )

@@ -28,7 +28,12 @@ KERNEL_OPTIONS: tuple[dict[str, int], ...] = (
 )
 # how Triton and inductor say that a kernel needs more shared memory than there is
 TOO_LARGE = ("out of resource", "OutOfResources", "shared memory")
-ABLE = ("packed sequences", "a window", "softcap", *(TERM_WORDS[name] for name in ("bias", "sink", "gate", "rows", "pos")))
+ABLE = (
+    "packed sequences",
+    "a window",
+    "softcap",
+    *(TERM_WORDS[name] for name in ("bias", "sink", "gate", "pair_bias", "rows", "pos")),
+)
 
 
 class Flex:
@@ -93,10 +98,10 @@ def attention(call: Call, kernel_options: dict[str, int] | None = None) -> Calla
     through = flex.attention_of(flex.Numbers.of(call.spec, call.q, call.k), kernel_options)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, block_mask: Any = None, **terms: Tensor) -> Tensor:
-        bias, sink, gate = (terms.get(name) for name in ("bias", "sink", "gate"))
+        bias, sink, gate, pairs = (terms.get(name) for name in ("bias", "sink", "gate", "pair_bias"))
         if sink is None:
-            return gated(through(q, k, v, bias, block_mask), gate)
-        o, lse = through(q, k, v, bias, block_mask, lse=True)
+            return gated(through(q, k, v, bias, block_mask, pair_bias=pairs), gate)
+        o, lse = through(q, k, v, bias, block_mask, lse=True, pair_bias=pairs)
         # a sink in the denominator multiplies the output by exp(lse) / (exp(lse) + exp(sink))
         o = (o * torch.sigmoid(lse - sink[:, None])[..., None]).to(q.dtype)
         return gated(o, gate)

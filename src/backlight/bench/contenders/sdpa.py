@@ -40,16 +40,16 @@ class Sdpa:
                 return f"SDPA's {self.shown} backend takes fp16 and bf16 only"
             if workload.dv != case.d:
                 return f"SDPA's {self.shown} backend needs Dv = D"
-        return cannot("SDPA", workload, ("a gate",)) or (
-            dense_refusal(workload, device, copies=4) if self.backend == "math" else None
-        )
+        # a dense mask, which the others do not take
+        able = ("a gate", "a pair bias") if self.backend in ("efficient", "math") else ("a gate",)
+        return cannot("SDPA", workload, able) or (dense_refusal(workload, device, copies=4) if self.backend == "math" else None)
 
     def build(self, tensors: Tensors) -> Contender:
         call = tensors.call
         attention = sdpa.prepared(call.spec, call.q.shape[2], call.k.shape[2], call.group > 1, call.q.device)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None) -> Tensor:
-            return gated(attention(q, k, v), gate)
+        def attend(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None, pair_bias: Tensor | None = None) -> Tensor:
+            return gated(attention(q, k, v, pair_bias=pair_bias), gate)
 
         scope = partial(sdpa.restricted_to, self.backend)
         return by_autograd(self.name, leaves_of(tensors), tensors.dy, attend, scope=scope, detail=f"SDPA {self.shown}")

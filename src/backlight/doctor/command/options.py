@@ -44,6 +44,7 @@ class Asked:
     sink: Annotated[bool, ATTENTION("--sink", help="Learned logit in the denominator.")] = False
     tau: Annotated[str | None, ATTENTION(metavar="X", help="Elastic softmax with this tau.")] = None
     gate: Annotated[bool, ATTENTION("--gate", help="Output times sigmoid(gate).")] = False
+    pair_bias: Annotated[bool, ATTENTION("--pair-bias", help="Learned bias of every pair.")] = False
     rows: Annotated[bool, ATTENTION("--mask", help="A mask by row intervals.")] = False
     shape: Annotated[str, INPUTS(metavar="B,H,S,D", help="Batch, query heads, query length, head size.")] = "2,4,200,64"
     kv_heads: Annotated[str | None, INPUTS(metavar="N", help="Key/value heads, if fewer.")] = None

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from backlight.doctor.defects import calls, heads, intervals, masks, packed, rows, scale, tails, terms, windows
+from backlight.doctor.defects import calls, heads, intervals, masks, packed, pairs, rows, scale, tails, terms, windows
 from backlight.doctor.defects.defect import Defect
 from backlight.spec import AttentionSpec
 
@@ -28,6 +28,7 @@ DEFECTS: tuple[Defect, ...] = (
     *heads.DEFECTS,
     *rows.DEFECTS,
     *terms.DEFECTS,
+    *pairs.DEFECTS,
 )
 BY_ID: dict[str, Defect] = {defect.id: defect for defect in DEFECTS}
 STORIES = {"case-a": "call-causal-lost", "case-b": "accumulate-repeated", "case-c": "do-stride", "case-d": "nan-cell"}

@@ -19,8 +19,8 @@ NO_KEYS = CAUSAL | {"sk": 100}
 def hide(extra: Callable[[Tensor, int], Tensor], origin: int) -> Callable[..., Tensor]:
     """Stage s with more keys hidden: `extra(distance, sk)` is true where a key disappears."""
 
-    def s(capped, bias, column, visible):
-        return STAGES["s"].compute(capped, bias, column, visible & ~extra(column - origin, visible.shape[1]))
+    def s(capped, bias, column, pair_bias, visible):
+        return STAGES["s"].compute(capped, bias, column, pair_bias, visible & ~extra(column - origin, visible.shape[1]))
 
     return s
 
@@ -37,16 +37,16 @@ def one_future(call: Call) -> Callable[[Call], Call]:
     return other_spec(causal=False, window=(call.spec.left, 1))
 
 
-def _unmasked_lse(capped, bias, column, visible, sink):
-    return STAGES["lse"].compute(STAGES["s"].compute(capped, bias, column, torch.ones_like(visible)), sink)
+def _unmasked_lse(capped, bias, column, pair_bias, visible, sink):
+    return STAGES["lse"].compute(STAGES["s"].compute(capped, bias, column, pair_bias, torch.ones_like(visible)), sink)
 
 
-def _finite_fill(capped, bias, column, visible):
-    return STAGES["s"].compute(capped, bias, column, torch.ones_like(visible)).masked_fill(~visible, -1e4)
+def _finite_fill(capped, bias, column, pair_bias, visible):
+    return STAGES["s"].compute(capped, bias, column, pair_bias, torch.ones_like(visible)).masked_fill(~visible, -1e4)
 
 
-def _unmasked_where_empty(capped, bias, column, visible, n):
-    return STAGES["s"].compute(capped, bias, column, visible | (n == 0))
+def _unmasked_where_empty(capped, bias, column, pair_bias, visible, n):
+    return STAGES["s"].compute(capped, bias, column, pair_bias, visible | (n == 0))
 
 
 def _ones_where_empty(s, lse, n):

@@ -26,7 +26,7 @@ Stages = Mapping[str, Callable[..., Tensor]]
 Outputs = dict[str, Tensor]
 SAVED_ROWS = ("lse", "y", "o", "u")
 RECOMPUTED = ("x", "capped", "s", "p", "p_sink", "m", "a")
-GRADIENT_STAGES = ("do", "dgate", "dp", "dv", "delta", "ds", "dbias", "dsink", "dtau", "dx", "dq", "dk")
+GRADIENT_STAGES = ("do", "dgate", "dp", "dv", "delta", "ds", "dbias", "dsink", "dtau", "dpair_bias", "dx", "dq", "dk")
 # matmul operands that a kernel rounds to its storage dtype
 OPERANDS = ("a", "dx", "y", "do", *(f"d{each.name}" for each in TENSORS if each.like_q))
 
@@ -237,11 +237,11 @@ def after(**changes: Callable[[Outputs, Call], Tensor]) -> Callable[[Outputs, Ca
 def top_left(spec: AttentionSpec) -> Callable[..., Tensor]:
     """Stage s with rows aligned to the first key instead of the last."""
 
-    def s(capped, bias, column, visible):
+    def s(capped, bias, column, pair_bias, visible):
         sq, sk = capped.shape
         size = max(sq, sk)
         square = spec.allowed(size, size, capped.device)[:sq, :sk]
-        return STAGES["s"].compute(capped, bias, column + (sq - sk), square)
+        return STAGES["s"].compute(capped, bias, column + (sq - sk), pair_bias, square)
 
     return s
 

@@ -32,9 +32,9 @@ def _last_segment(call: Call) -> list[Mutant]:
     return [Mutant(finish=finish_lse), Mutant(finish=finish)]
 
 
-def _short_segments(capped, bias, column, visible):
+def _short_segments(capped, bias, column, pair_bias, visible):
     last = torch.arange(visible.shape[1], device=visible.device) == visible.shape[1] - 1
-    return STAGES["s"].compute(capped, bias, column, visible & ~last)
+    return STAGES["s"].compute(capped, bias, column, pair_bias, visible & ~last)
 
 
 _packed = partial(Defect, family="varlen", needs=packed, demo=PACKED)

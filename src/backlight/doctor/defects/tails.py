@@ -23,9 +23,9 @@ def tails(length: int) -> list[int]:
 
 
 def _keys_beyond(start: int) -> Callable[..., Tensor]:
-    def s(capped, bias, column, visible):
+    def s(capped, bias, column, pair_bias, visible):
         beyond = torch.arange(visible.shape[1], device=visible.device) >= start
-        return STAGES["s"].compute(capped, bias, column, visible & ~beyond)
+        return STAGES["s"].compute(capped, bias, column, pair_bias, visible & ~beyond)
 
     return s
 

@@ -29,8 +29,8 @@ from backlight.reference import STAGES
 def read_bias(column_of: Callable[[Tensor, Tensor], Tensor], factor: float = 1.0) -> Mutant:
     """Both halves with another column, or another factor, for the bias table; dbias follows."""
 
-    def s(capped, bias, column, visible):
-        return STAGES["s"].compute(capped, bias * factor, column_of(column, bias), visible)
+    def s(capped, bias, column, pair_bias, visible):
+        return STAGES["s"].compute(capped, bias * factor, column_of(column, bias), pair_bias, visible)
 
     def dbias(ds, bias, column):
         return factor * STAGES["dbias"].compute(ds, bias, column_of(column, bias))

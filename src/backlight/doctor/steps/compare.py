@@ -256,18 +256,28 @@ def exact_zeros(name: str, call: Call, truth: Tensor) -> Tensor:
     zeros = torch.zeros(truth.shape, dtype=torch.bool, device=truth.device)
     if name == "o" or name in ROW_GRADIENTS or name in KEY_GRADIENTS:
         for segment in call.segments():
-            seen = intervals.visible_heads(call, segment).to(truth.device)
+            seen = intervals.unhidden_heads(call, segment).to(truth.device)
             if name in KEY_GRADIENTS:
                 groups = seen if seen.shape[0] == 1 else seen.unflatten(0, (-1, call.group)).any(dim=1)
                 zeros[segment.batch, :, segment.k0 : segment.k1] = ~groups.any(dim=1)[..., None]
             else:
                 zeros[segment.batch, :, segment.q0 : segment.q1] = ~seen.any(dim=2)[..., None]
-    elif name == "dbias":
-        met = torch.zeros(1 if call.rows is None else call.rows.shape[1], truth.shape[1], dtype=torch.bool, device=truth.device)
+    elif name == "dpair_bias":
+        zeros[:] = True
         for segment in call.segments():
-            h, i, j = intervals.visible_heads(call, segment).to(truth.device).nonzero(as_tuple=True)
+            seen = intervals.unhidden_heads(call, segment).to(truth.device)
+            own = zeros[segment.batch // call.sharing]
+            for axis in (0, 1):
+                seen = seen.any(dim=axis, keepdim=True) if own.shape[axis] == 1 else seen
+            own &= ~seen
+    elif name == "dbias":
+        met: Tensor | None = None
+        for segment in call.segments():
+            seen = intervals.unhidden_heads(call, segment).to(truth.device)
+            met = torch.zeros(len(seen), truth.shape[1], dtype=torch.bool, device=truth.device) if met is None else met
+            h, i, j = seen.nonzero(as_tuple=True)
             column = i + (segment.sk - segment.sq) - j + call.spec.bias_origin
             inside = (column >= 0) & (column < truth.shape[1])
             met[h[inside], column[inside]] = True
-        zeros[:] = ~met
+        zeros[:] = True if met is None else ~met
     return zeros

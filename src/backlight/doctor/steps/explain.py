@@ -17,6 +17,7 @@ from backlight.doctor.defects.defect import Defect
 from backlight.doctor.defects.mutants import Mutant, run
 from backlight.doctor.steps.compare import CELL, TRUTH_OF, WHOLE, Comparison, ratio, to_cells, units_of
 from backlight.problems.problem import Problem
+from backlight.spec import OF_PAIRS
 
 FITS = 4.0
 # candidates whose misfit is this close cannot be told apart by the data; the catalogue's order decides
@@ -72,7 +73,7 @@ class Observation:
 
         `at` looks at one (batch, KV head) only; tensors that sum over the batch are then left out.
         """
-        if at is not None and self.x.dim() < 3:
+        if at is not None and sums_over_heads(self.name, self.x):
             return 0.0, 0.0, 0.0
         part = () if at is None else self._part(at)
         x, candidate, right = self.x[part], candidate[part].double(), self.units.finite[part]
@@ -136,12 +137,17 @@ def explain(
     return rank(found)
 
 
+def sums_over_heads(name: str, x: Tensor) -> bool:
+    """Whether a value may be a sum over heads or batch entries, so that one of them alone does not make it."""
+    return x.dim() < 3 or name[1:] in OF_PAIRS
+
+
 def worst_head(problem: Problem, comparisons: Mapping[str, Comparison]) -> tuple[int, int]:
     """(batch, KV head) with the largest error, non-finite values first."""
     hkv = problem.call.k.shape[1]
     score = torch.zeros(problem.call.q.shape[0], hkv, dtype=torch.float64, device=problem.call.q.device)
     for c in comparisons.values():
-        if c.truth.dim() < 3:
+        if sums_over_heads(c.name, c.truth):
             continue
         cells = c.cells.amax(dim=2) + 1e6 * c.nonfinite.flatten(2).any(dim=2)
         score = torch.maximum(score, cells.reshape(cells.shape[0], hkv, -1).amax(dim=2))

@@ -18,10 +18,10 @@ from backlight.problems.kink import KINK
 from backlight.problems.problem import Problem
 from backlight.reference.oracle import MATRICES
 from backlight.reference.trace import Values
-from backlight.spec import GRADIENTS
+from backlight.spec import GRADIENTS, OF_PAIRS
 
 COVER = 0.99
-ROW_TENSORS = ("o", "lse", *ROW_GRADIENTS)
+ROW_TENSORS = ("o", "lse", *ROW_GRADIENTS, *(f"d{name}" for name in OF_PAIRS))
 
 
 # --- the smallest description of a wrong set -------------------------------------------------------------------------------

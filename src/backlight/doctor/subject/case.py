@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from backlight.problems import checks
-from backlight.problems.axes import cut, cut_mask
+from backlight.problems.axes import cut, cut_mask, cut_pairs
 from backlight.problems.draw import borders
-from backlight.spec import LEARNED, TERM_NAMES, AttentionSpec
+from backlight.spec import LEARNED, OF_PAIRS, TERM_NAMES, AttentionSpec
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
     """What to examine a subject with. shape is (B, Hq, Sq, D); kv_heads, sk, dv default to the query side.
 
-    bias: columns of the drawn table; tau: value of every head; None = the recipe's own. lengths: packed sequences instead of a
-    batch. tensors: captured inputs in canonical layout, from which the leading batches, heads, rows and columns are taken when
-    the shape is smaller than they are.
+    bias: columns of the drawn table; tau: value of every head; pair_bias: words for the drawn one (`draw.PAIR_WORDS`); None =
+    as the recipe draws it. lengths: packed sequences instead of a batch. tensors: captured inputs in canonical layout, from
+    which the leading batches, heads, rows and columns are taken when the shape is smaller than they are.
     """
 
     spec: AttentionSpec = field(default_factory=AttentionSpec)
@@ -35,6 +35,7 @@ class Case:
     device: str = "cpu"
     bias: int | None = None
     tau: float | None = None
+    pair_bias: tuple[str, ...] | None = None
     lengths: tuple[int, ...] | None = None
     tensors: dict[str, Tensor] | None = None
 
@@ -80,7 +81,7 @@ class Case:
         return shared | drawn | self._drawn_terms() | self._boundaries()
 
     def _drawn_terms(self) -> dict[str, Any]:
-        chosen = {"bias": self.bias if self.spec.bias else None, "tau": self.tau if self.spec.tau else None}
+        chosen = {name: getattr(self, name) for name in ("bias", "tau", "pair_bias") if getattr(self.spec, name)}
         return {name: value for name, value in chosen.items() if value is not None}
 
     def _boundaries(self) -> dict[str, Any]:
@@ -101,7 +102,9 @@ class Case:
         ranges = {axis: slice(length) for axis, length in lengths.items()}
         known = [name for name in (*LEARNED, "do") if name in self.tensors]
         wanted = [name for name in known if name not in TERM_NAMES or getattr(self.spec, name)]
-        learned = {name: cut(name, self.tensors[name], ranges) for name in wanted}
+        learned = {name: cut(name, self.tensors[name], ranges) for name in wanted if name not in OF_PAIRS}
+        batch = len(self.tensors["q"])
+        learned |= {name: cut_pairs(self.tensors[name], batch, ranges) for name in wanted if name in OF_PAIRS}
         masks = [name for name in ("rows", "pos") if name in self.tensors and getattr(self.spec, name)]
         return learned | {name: cut_mask(name, self.tensors[name], ranges) for name in masks}
 

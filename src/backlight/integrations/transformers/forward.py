@@ -31,13 +31,15 @@ def attention_forward(
         query, key, value: [B, Hq, Sq, D], [B, Hkv, Sk, D], [B, Hkv, Sk, Dv].
         attention_mask: None; the sequence numbers or intervals made by `attention_mask` of this package; intervals made by
             `backlight.mask`, int32 [B or 1, Hq or 1, 2 or 4, Sk]; or a dense mask [B or 1, Hq or 1, Sq or 1, Sk], True or 0
-            where a row sees a key, False, -inf or the least number of the dtype where it does not. Intervals and dense masks
-            say everything: is_causal and sliding_window do not come on top.
+            where a row sees a key, False, -inf or the least number of the dtype where it does not. Dense masks of other
+            numbers, and those with a gradient, are added to the scores (`pair_bias`). Intervals and dense masks say everything:
+            is_causal and sliding_window do not come on top.
         options: what a model passes besides. Of these the following count, and others are not read:
             softcap: as in `backlight.attention`.
             sliding_window: keys a row may look back on, itself included.
             s_aux: [Hq] attention sinks.
-            position_bias: [1, Hq, Sq, Sk] with equal values at equal distances; its gradient comes back.
+            position_bias: [1, Hq, Sq, Sk] with equal values at equal distances, or [B or 1, Hq, Sq, Sk] with any; its gradient
+                comes back.
             cu_seq_lens_q, cu_seq_lens_k: borders of packed sequences, when the caller has them; then B = 1.
             output_attentions, cache: refused.
 
@@ -56,13 +58,18 @@ def attention_forward(
         keywords |= bias_of(module, position_bias, query, key, causal)
     if attention_mask is not None and not _is_numbers(attention_mask, query, key):
         _refuse_borders(attention_mask, cu_q)
-        keywords |= keywords_of(attention_mask, query, key)
+        masked = keywords_of(attention_mask, query, key)
+        if "pair_bias" in keywords and "pair_bias" in masked:
+            masked["pair_bias"] = masked["pair_bias"] + keywords["pair_bias"]
+        keywords |= masked
         return backlight.attention(query, key, value, **keywords).transpose(1, 2), None
     if window is not None:
         keywords["window"] = (window - 1, 0 if causal else window - 1)
     if cu_q is not None:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         return backlight.attention_varlen(q, k, v, cu_q, cu_k, **keywords)[None], None
+    if attention_mask is not None and "pair_bias" in keywords:
+        raise NotImplementedError(f"{NAME}: padding beside a bias of pairs must be given as a dense mask, got [batch, length]")
     if attention_mask is None:
         return backlight.attention(query, key, value, **keywords).transpose(1, 2), None
     return _attend_padded(query, key, value, attention_mask, keywords), None

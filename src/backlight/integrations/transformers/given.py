@@ -1,5 +1,6 @@
 """Masks that are neither geometry nor padding, as row intervals: mask functions of a model, and dense masks of a caller.
 
+A dense mask that says more than what is hidden, that has a gradient, or that intervals cannot say, is a bias of pairs.
 Both say everything by themselves: the causal flag and the window of a layer do not come on top of them. Finding intervals waits
 for the device, so it is done once for a mask, and never in a graph, which takes intervals that were found before it.
 """
@@ -48,13 +49,23 @@ def of_function(
 
 
 def keywords_of(mask: Tensor, query: Tensor, key: Tensor) -> dict[str, Any]:
-    """causal, window and mask of the call, for intervals or a dense mask; raises NotImplementedError for anything else."""
+    """causal, window, mask and pair_bias of the call, for intervals or a dense mask; NotImplementedError for anything else."""
     fits = _fits(mask, query, key)
     if fits and mask.dtype == INTERVALS:
         return {"causal": False, "mask": Mask(mask)}
+    if fits and mask.requires_grad:
+        return {"causal": False, "pair_bias": as_pair_bias(mask, query)}
     if not fits or torch.compiler.is_compiling():
         raise NotImplementedError(_refusal(mask, fits))
-    return _remembered(mask, query.shape[2])
+    found = _remembered(mask, query.shape[2])
+    return {"causal": False, "pair_bias": as_pair_bias(mask, query)} if found is None else found
+
+
+def as_pair_bias(mask: Tensor, query: Tensor) -> Tensor:
+    """A dense mask as a pair bias, in a dtype that goes with query."""
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+    return mask if mask.dtype in (query.dtype, torch.float32) else mask.to(torch.float32)
 
 
 def _fits(mask: Tensor, query: Tensor, key: Tensor) -> bool:
@@ -77,12 +88,12 @@ def _refusal(mask: Tensor, fits: bool) -> str:
 
 # --- dense masks -------------------------------------------------------------------------------------------------------------
 
-# The layers of a model share one mask. (version, rows of q, keywords) of each; a tensor of inference mode has no version that
-# would tell of a change, and is read again.
+# The layers of a model share one mask. (version, rows of q, keywords) of each, keywords of None for a pair bias; a tensor of
+# inference mode has no version that would tell of a change, and is read again.
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def _remembered(mask: Tensor, sq: int) -> dict[str, Any]:
+def _remembered(mask: Tensor, sq: int) -> dict[str, Any] | None:
     if mask.is_inference():
         return _read(mask, sq)
     known = _known.get(mask)
@@ -91,10 +102,17 @@ def _remembered(mask: Tensor, sq: int) -> dict[str, Any]:
     return known[2]
 
 
-def _read(mask: Tensor, sq: int) -> dict[str, Any]:
-    dense = _visible(mask)
-    dense = dense.expand(*dense.shape[:2], sq, dense.shape[3])
-    found = _found(lambda: from_dense(dense))
+def _read(mask: Tensor, sq: int) -> dict[str, Any] | None:
+    """Keywords of what a mask hides; None where it does more, or hides what intervals cannot say."""
+    visible = _visible(mask)
+    if visible is None:
+        return None
+    dense = visible.expand(*visible.shape[:2], sq, visible.shape[3])
+    try:
+        found = from_dense(dense)
+    except ValueError:
+        # a key with three runs of rows or more
+        return None
     window = _window(dense, found.rows)
     if window is None:
         return {"causal": False, "mask": found}
@@ -102,21 +120,15 @@ def _read(mask: Tensor, sq: int) -> dict[str, Any]:
     return {"causal": causal, "window": None if window[0] is None and (causal or window[1] is None) else window}
 
 
-def _visible(mask: Tensor) -> Tensor:
-    """Where a mask lets a row see a key: a boolean one says it, a float one adds 0 there and what hides elsewhere."""
+def _visible(mask: Tensor) -> Tensor | None:
+    """Where a mask lets a row see a key: a boolean one says it, a float one adds 0 there and what hides elsewhere; None for a
+    float one with other values."""
     if mask.dtype == torch.bool:
         return mask
-    if mask.requires_grad:
-        raise NotImplementedError(f"{NAME} takes float masks that say what is hidden, got one that requires a gradient")
     # the least number of bfloat16 is still that in a wider dtype
     hides = max(torch.finfo(mask.dtype).min, torch.finfo(torch.bfloat16).min)
     seen = mask == 0
-    other = mask[~(seen | (mask <= hides))]
-    if len(other):
-        known = "0 and -inf, or the least number of their dtype, alone"
-        shape = tuple(mask.shape)
-        raise NotImplementedError(f"{NAME} takes float masks of {known}, got a mask of shape {shape} with {other[0].item():g}")
-    return seen
+    return seen if bool((seen | (mask <= hides)).all()) else None
 
 
 def _window(visible: Tensor, rows: Tensor) -> Window | None:

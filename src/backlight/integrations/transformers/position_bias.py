@@ -1,4 +1,4 @@
-"""Dense position biases of transformers' models, as a bias by distance."""
+"""Dense position biases of transformers' models: as a bias by distance where they are one, else as a bias of pairs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,19 @@ def bias_of(module: nn.Module, position_bias: Any, query: Tensor, key: Tensor, c
     _check(position_bias, query, key)
     if _absent(module, position_bias, causal):
         return {}
-    if position_bias.requires_grad and not hasattr(module, "_relative_position_bucket"):
-        raise NotImplementedError(
-            f"{NAME} differentiates position biases made from distances alone, as T5 does; "
-            f"whether {type(module).__name__} does is not known"
-        )
-    return {"bias": by_distance(position_bias[..., : key.shape[2]]), "bias_origin": query.shape[2] - 1}
+    dense = position_bias[..., : key.shape[2]]
+    if _is_of_pairs(module, dense):
+        return {"pair_bias": dense if dense.dtype in (query.dtype, torch.float32) else dense.to(torch.float32)}
+    return {"bias": by_distance(dense, known=not torch.compiler.is_compiling()), "bias_origin": query.shape[2] - 1}
+
+
+def _is_of_pairs(module: nn.Module, dense: Tensor) -> bool:
+    """Whether a bias may depend on more than the distance: its values do, it differs from one batch entry to the next, or it
+    has a gradient and nobody says, as T5 does, that distances alone made it. A graph has no values, and is told when it runs.
+    """
+    if dense.shape[0] != 1 or (dense.requires_grad and not hasattr(module, "_relative_position_bucket")):
+        return True
+    return not torch.compiler.is_compiling() and not bool(_along_diagonals(dense[0]))
 
 
 def _check(position_bias: Any, query: Tensor, key: Tensor) -> None:
@@ -44,19 +51,23 @@ def _absent(module: nn.Module, position_bias: Tensor, causal: bool) -> bool:
     return absent
 
 
-def by_distance(position_bias: Tensor) -> Tensor:
+def by_distance(position_bias: Tensor, known: bool = False) -> Tensor:
     """The table [H, Sq + Sk - 1] of a dense bias [1, H, Sq, Sk] that depends on distance alone, differentiable.
 
     Every distance is read at one place, so the gradient arrives there whole; whatever made the dense bias from distances passes
-    it on to the same parameters as the sum over all places.
+    it on to the same parameters as the sum over all places. known: that it depends on distance alone was seen before.
     """
     if position_bias.shape[0] != 1:
         raise NotImplementedError(f"{NAME} takes one position bias for the whole batch, got {tuple(position_bias.shape)}")
     dense = position_bias[0]
-    along = (dense[:, 1:, 1:] == dense[:, :-1, :-1]).all()
-    require(along, True, f"{NAME} takes position biases that depend on distance alone")
+    require(known or _along_diagonals(dense), True, f"{NAME} takes position biases that depend on distance alone")
     # row 0 backwards, then column 0 downwards: distances 1 - Sq .. Sk - 1
     return torch.cat([dense[:, 0].flip(-1), dense[:, 1:, 0]], dim=-1)
+
+
+def _along_diagonals(dense: Tensor) -> Tensor:
+    """Whether values of [H, Sq, Sk] at equal distances are equal."""
+    return (dense[:, 1:, 1:] == dense[:, :-1, :-1]).all()
 
 
 def moved(table: Tensor, room: int | Tensor) -> Tensor:

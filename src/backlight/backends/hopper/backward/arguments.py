@@ -17,7 +17,7 @@ from backlight.spec import LOG2E
 # integers of the main kernels: no value of theirs is compiled in
 NUMBERS = [
     *("dynamic", "counter", "n_segments", "n_tiles", "key_tiles", "row_tiles", "together"),
-    *("heads", "group", "sq", "sk", "left", "right", "mask_batch", "mask_head", "most"),
+    *("heads", "group", "sq", "sk", "left", "right", "mask_batch", "mask_head", "most", "few", "together_if_few"),
 ]
 
 
@@ -136,6 +136,8 @@ class Backward(Sizes):
     mask_batch: Maybe
     mask_head: Maybe
     most: Maybe
+    few: Maybe
+    together_if_few: Maybe
     V: gl.constexpr
     buffers: Maybe
     Q_EMPTY: gl.constexpr

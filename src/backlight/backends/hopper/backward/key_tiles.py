@@ -24,7 +24,7 @@ from backlight.backends.hopper.primitives import (
     stage_of,
     store_tile,
 )
-from backlight.backends.hopper.scores import rows_before, rows_from
+from backlight.backends.hopper.scores import rows_before, rows_from, rows_inside
 from backlight.backends.hopper.terms import row_band
 
 # rows of a block that may not see a key: none, those before its first row, those from its end on, both
@@ -184,13 +184,24 @@ def published_tile(p, turn):
 
 
 @gluon.jit
-def key_tile(p, number):
+def side_by_side(p):
+    """Key heads whose tiles lie side by side. Lists of few row blocks differ more in length: more heads even them out."""
+    together = p.together
+    # the loader of wide heads has no register left for it with Triton 3.9
+    if p.V.INTERVALS > 0 and not p.V.WIDE:
+        live = gl.load(p.counter_ptr + opaque(p.counter) + 1)
+        together = gl.where(live.to(gl.int32) < p.few, p.together_if_few, together)
+    return together
+
+
+@gluon.jit
+def key_tile(p, number, together):
     """The tile of a number. Beyond the last packed sequence are no keys and no rows."""
     kv_heads = p.heads // p.group
-    section = number // (p.key_tiles * p.together)
-    rank = number % (p.key_tiles * p.together)
-    head = section * p.together + rank % p.together
-    tile = rank // p.together
+    section = number // (p.key_tiles * together)
+    rank = number % (p.key_tiles * together)
+    head = section * together + rank % together
+    tile = rank // together
     owner = tile
     q_start = tile * 0
     k_start = tile * 0
@@ -264,7 +275,7 @@ def rows_within(p, s, limits, i):
     """Which rows of block i lie in row intervals: a tile like s [keys, rows]."""
     HELD: gl.constexpr = p.V.BM // 2 if p.V.WIDE else p.V.BM
     begin = i * p.V.BM
-    seen = rows_from(s, limits[0] - begin, HELD, True) & rows_before(s, limits[1] - begin, HELD, True)
+    seen = rows_inside(s, limits[0] - begin, limits[1] - begin, HELD)
     if p.V.INTERVALS == 2:
         seen = seen & (rows_before(s, limits[2] - begin, HELD, True) | rows_from(s, limits[3] - begin, HELD, True))
     return seen

@@ -11,7 +11,7 @@ from backlight.backends.hopper.backward.kernel import _bwd_kernel
 from backlight.backends.hopper.backward.narrow.kernel import ROWS, STAGES, _bwd_narrow_kernel
 from backlight.backends.hopper.backward.prepass import Rows
 from backlight.backends.hopper.compat import LATE_ADDRESSES, OWN_REGISTERS
-from backlight.backends.hopper.config import intervals_of, keys_together, room_for_dv
+from backlight.backends.hopper.config import FEW, intervals_of, keys_together, room_for_dv
 from backlight.backends.hopper.launch import Launch, multiprocessors
 from backlight.backends.hopper.primitives import WM
 from backlight.backends.intervals.tiles import LiveTiles, Tiling, live_tiles
@@ -39,9 +39,8 @@ def numbers(launch: Launch, rows: Rows, n_segments: int, block_n: int) -> tuple[
     n_tiles = key_tiles * launch.batch * launch.kv_heads
     programs = min(n_tiles, multiprocessors(call.q.device)) if config.persistent else n_tiles
     dynamic = programs if programs < n_tiles else 0
-    counter = rows.delta.numel() - 64
     together = keys_together(call, config)
-    return programs, [dynamic, counter, n_segments, n_tiles, key_tiles, rows.tiles, together, *launch.geometry]
+    return programs, [dynamic, rows.counter, n_segments, n_tiles, key_tiles, rows.tiles, together, *launch.geometry]
 
 
 def visiting_rows(launch: Launch, rows: Rows, packing: Packing, block_m: int, block_n: int) -> LiveTiles | None:
@@ -51,17 +50,19 @@ def visiting_rows(launch: Launch, rows: Rows, packing: Packing, block_m: int, bl
         return None
     borders = (packing.cu_q_ptr, packing.cu_k_ptr, packing.cu_row_tiles_ptr, packing.cu_tiles_ptr) if call.varlen else ()
     tiling = Tiling(block_m, block_n, rows.tiles, launch.key_tiles(block_n), *borders)
-    return live_tiles(launch.start_beside, call, tiling, of_rows=False)
+    return live_tiles(launch.start_beside, call, tiling, of_rows=False, total=(rows.delta, rows.counter + 1))
 
 
-def mask_arguments(tiles: LiveTiles | None) -> tuple[Any, ...]:
-    """mask, mask_batch, mask_head, most."""
+def mask_arguments(launch: Launch, rows: Rows, tiles: LiveTiles | None) -> tuple[Any, ...]:
+    """mask, mask_batch, mask_head, most, few, together_if_few."""
     if tiles is None:
-        return (None,) * 4
+        return (None,) * 6
     # steps from mask to mask in key tiles, of which `folded` has one more than there are
     owned = tiles.counts.shape[1]
     mask = Mask(tiles.folded, tiles.live, tiles.counts)
-    return mask, tiles.batch_step * owned, tiles.head_step * owned, tiles.most
+    few = int(FEW * tiles.counts.shape[0] * (owned - 1) * rows.tiles)
+    together = keys_together(launch.call, rows.config, few=True)
+    return mask, tiles.batch_step * owned, tiles.head_step * owned, tiles.most, few, together
 
 
 def main_variant(launch: Launch, rows: Rows, diagonals: Diagonals | None, split: bool) -> Variant:
@@ -111,7 +112,7 @@ def main_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, diagonals: Di
             *integers,
             units_of(call),
             *table_numbers(call),
-            *mask_arguments(visiting),
+            *mask_arguments(launch, rows, visiting),
         ]
         constants = {"V": main_variant(launch, rows, diagonals, split)}
         return {"grid": (programs,), "args": args, "constants": constants, "num_warps": 8, "maxnreg": 168, **LATE_ADDRESSES}
@@ -138,7 +139,7 @@ def narrow_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor) -> None:
             rows.delta,
             *integers,
             units_of(call),
-            *mask_arguments(visiting),
+            *mask_arguments(launch, rows, visiting),
         ]
         variant = Variant(
             **launch.widths, BM=ROWS, BN=block_n, ST=STAGES, WARPS=4, **launch.flags, INTERVALS=intervals_of(call)

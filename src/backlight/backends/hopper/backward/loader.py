@@ -4,8 +4,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from backlight.backends.hopper.backward.key_tiles import drawn, key_tile, load_keys, meet_arrivals, publish, publish_end
-from backlight.backends.hopper.backward.visits import load_every_row
+from backlight.backends.hopper.backward.key_tiles import (
+    drawn,
+    key_tile,
+    load_keys,
+    meet_arrivals,
+    publish,
+    publish_end,
+    side_by_side,
+)
+from backlight.backends.hopper.backward.visits import first_row_block, load_every_row
 from backlight.backends.hopper.barriers import KV_EMPTY, kv_threads
 from backlight.backends.hopper.primitives import bar_sync
 
@@ -26,12 +34,14 @@ def loader(p):
     count = p.sq * 0
     turn = count
     number = gl.program_id(0)
+    together = side_by_side(p)
     going = turn == 0
     while going:
-        t = key_tile(p, number)
+        t = key_tile(p, number, together)
         publish(p, turn, number, turn, t)
+        first = first_row_block(p, t)
         load_k_and_v(p, t, turn)
-        count = load_every_row(p, t, count)
+        count = load_every_row(p, t, count, first)
         turn += 1
         number = drawn(p)
         going = number < p.n_tiles

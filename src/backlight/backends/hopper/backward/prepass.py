@@ -71,6 +71,8 @@ class Variant(NamedTuple):
     TAU: bool
     HAS_LEFT: bool
     HAS_RIGHT: bool
+    # a mask by row intervals
+    INTERVALS: bool
 
 
 @triton.jit
@@ -191,6 +193,9 @@ def _prepass_kernel(
     if (tile == tiles - 1) & (head == tl.num_programs(1) - 1):
         # the counter from which the next kernel's programs draw their tiles
         tl.store(delta_ptr + padded + BM, 0.0)
+        if V.INTERVALS:
+            # the number of tiles that live
+            tl.store(delta_ptr + padded + BM + 1, 0.0)
     if V.COPY_DO or V.GATE:
         place = do_ptr + (head.to(tl.int64) * sq + row)[:, None] * V.DV + columns[None, :]
         tl.store(place, dy.to(do_ptr.dtype.element_ty), mask=mask)
@@ -220,6 +225,11 @@ class Rows:
     @property
     def state(self) -> RowState:
         return RowState(self.lse2, self.delta, self.share)
+
+    @property
+    def counter(self) -> int:
+        """The place behind delta of the counter of tiles; the next one is for how many a mask by row intervals leaves alive."""
+        return self.delta.numel() - 64
 
     @property
     def accumulator(self) -> Tensor:
@@ -302,6 +312,7 @@ def prepass(
             TAU=has_tau,
             HAS_LEFT=has_tau and call.spec.left is not None,
             HAS_RIGHT=has_tau and call.spec.right is not None,
+            INTERVALS=call.rows is not None,
         )
         warps = 8 if has_gate or has_tau else 4
         return {"grid": (tiles, heads), "args": args, "constants": {"V": variant}, "num_warps": warps}

@@ -45,19 +45,37 @@ def published_visit(p, turn, member, j, FULL: gl.constexpr):
 
 @gluon.jit
 def visited(p, visits, j):
-    """The row block that is visited as number j."""
+    """The row block that is visited as number j; anything beyond the last one."""
     at = gl.where(j < visits.cut, j, p.most - 1 - (j - visits.cut))
-    return gl.load(visits.live_ptr + at) // KINDS
+    return gl.load(visits.live_ptr + gl.maximum(at, 0)) // KINDS
 
 
 @gluon.jit
-def load_every_row(p, t, count):
-    """The row blocks of all query heads that see a key tile into the rings; how many were loaded so far."""
+def first_row_block(p, t):
+    """The row block that is visited first, asked for before it is needed; anything where there is none."""
+    i = t.begin
+    if p.V.INTERVALS > 0:
+        i = visited(p, visits_of(p, t, 0), 0)
+    return i
+
+
+@gluon.jit
+def load_every_row(p, t, count, first):
+    """The row blocks of all query heads that see a key tile into the rings; how many were loaded so far.
+
+    first: `first_row_block`, where K and V had to be waited for.
+    """
     for member in range(p.group):
         if p.V.INTERVALS > 0:
             visits = visits_of(p, t, member)
+            i = first
+            if member > 0:
+                i = visited(p, visits, 0)
             for j in range(visits.cut + visits.full):
-                load_rows(p, t, member, visited(p, visits, j), count)
+                # asked for while this block waits for its stage
+                following = visited(p, visits, j + 1)
+                load_rows(p, t, member, i, count)
+                i = following
                 count += 1
         else:
             for i in range(t.begin, t.end):

@@ -78,6 +78,10 @@ class Variant(NamedTuple):
     BIAS_KEEPS_MAX: bool
     # row intervals of a key: 0 without such a mask, which has causal and window folded in
     INTERVALS: int
+    # blocks that need no mask come before the others, and the maximum of the first one is kept
+    FULL_FIRST: bool = False
+    # places for the intervals of key tiles, ST or more
+    PLACES: int = 1
 
 
 @arguments

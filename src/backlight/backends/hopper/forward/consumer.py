@@ -120,9 +120,13 @@ def advance(p, q, view, rows, count, block, far_end, W: gl.constexpr):
     y = cap_of(p, s)
     if p.V.BIAS_KEEPS_MAX:
         s = with_bias(p, view, s, block)
+    if p.V.FULL_FIRST:
+        s = seen_scores(p, view, s, y, block, count)
     if p.V.KEEP_FIRST_MAX:
         if block < far_end:
             p32, row_sum = first_max_step(p, s, y, row_max, row_sum)
+        elif p.V.FULL_FIRST:
+            p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
         else:
             s = seen_scores(p, view, s, y, block, count)
             p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)

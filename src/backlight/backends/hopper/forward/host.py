@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from backlight.backends.hopper.arguments import Packing
+from backlight.backends.hopper.compat import OWN_REGISTERS
 from backlight.backends.hopper.config import (
     ForwardConfig,
     elastic_config,
@@ -63,6 +64,7 @@ def variant_of(launch: Launch, schedule: Schedule, save_u: bool) -> Variant:
     share = share_q_and_o(config, launch.bd, launch.bdv, intervals)
     assert not (share and config.q_buffers > 1), "O would overwrite the Q of the next tile"
     keep_first_max = config.keep_first_max and (call.spec.left is None or intervals > 0)
+    full_first = intervals > 0 and keep_first_max and call.spec.softcap is None
     return Variant(
         D=launch.d,
         BD=launch.bd,
@@ -86,7 +88,15 @@ def variant_of(launch: Launch, schedule: Schedule, save_u: bool) -> Variant:
         SAVE_U=save_u,
         BIAS_KEEPS_MAX=keep_first_max and call.bias is not None and call.spec.softcap is None,
         INTERVALS=intervals,
+        FULL_FIRST=full_first,
+        PLACES=places_of(launch, config, intervals),
     )
+
+
+def places_of(launch: Launch, config: ForwardConfig, intervals: int) -> int:
+    """Places for the intervals of key blocks: with twice as many as stages, K is released as soon as it was read."""
+    fit = intervals > 0 and launch.bd <= 64 and not share_q_and_o(config, launch.bd, launch.bdv, 2 * intervals)
+    return 2 * config.stages if fit else config.stages
 
 
 def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -129,8 +139,11 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
             *mask_arguments(launch, schedule, tiles),
         ]
         constants = {"V": variant_of(launch, schedule, u is not None)}
-        maxnreg = 168 if config.consumers == 2 else 128
-        return {"grid": (schedule.programs,), "args": args, "constants": constants, "num_warps": 4, "maxnreg": maxnreg}
+        options = {"num_warps": 4, "maxnreg": 168 if config.consumers == 2 else 128}
+        if call.tau is not None:
+            # two sweeps share a tile's values
+            options |= OWN_REGISTERS
+        return {"grid": (schedule.programs,), "args": args, "constants": constants, **options}
 
     mask = (None,) * 4 if tiles is None else (tiles.folded, tiles.live, tiles.counts, tiles.first_key_tiles)
     tensors = (call.q, call.k, call.v, y, lse, cu_q, cu_k, first_tiles, counter, gate, u, *learned, *mask)

@@ -58,8 +58,8 @@ def memory_of(dtype: gl.constexpr, V: gl.constexpr):
     entry = None
     if V.INTERVALS > 0:
         rows_l: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-        intervals = gl.allocate_shared_memory(gl.int32, [V.ST * 2 * V.INTERVALS, V.BN], rows_l)
-        entry = gl.allocate_shared_memory(gl.int32, [V.ST, 1], number)
+        intervals = gl.allocate_shared_memory(gl.int32, [V.PLACES * 2 * V.INTERVALS, V.BN], rows_l)
+        entry = gl.allocate_shared_memory(gl.int32, [V.PLACES, 1], number)
     overflow = None
     if V.KEEP_FIRST_MAX:
         overflow = gl.allocate_shared_memory(gl.int32, [4, 1], number)

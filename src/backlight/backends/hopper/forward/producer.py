@@ -23,7 +23,7 @@ from backlight.backends.hopper.forward.tiles import (
     tile_blocks,
     write_field,
 )
-from backlight.backends.hopper.primitives import WM, load_tile
+from backlight.backends.hopper.primitives import WM, load_tile, stage_of
 from backlight.backends.intervals.kernels import KINDS
 
 
@@ -68,7 +68,10 @@ def visits_of(p, b, h, z, block):
 @gluon.jit
 def next_entry(p, visits, j):
     """Entry number j of a list; anything beyond its end."""
-    at = gl.where(j < visits.cut, j, p.most - 1 - (j - visits.cut))
+    if p.V.FULL_FIRST:
+        at = gl.where(j < visits.full, p.most - 1 - j, gl.minimum(j - visits.full, p.most - 1))
+    else:
+        at = gl.where(j < visits.cut, j, p.most - 1 - (j - visits.cut))
     return gl.load(visits.live_ptr + gl.maximum(at, 0))
 
 
@@ -81,11 +84,12 @@ def feed_cut(p, visits, entry, count, b, h, start, length, row):
     full = p.k.full.index(stage)
     if count >= p.V.ST:
         wait_empty(p.k, stage)
-    p.buffers.entry.index(stage).store(gl.full([1], entry, gl.int32, one))
+    place = stage_of(count, p.V.PLACES)
+    p.buffers.entry.index(place).store(gl.full([1], entry, gl.int32, one))
     mbarrier.expect(full, p.k_desc.block_type.nbytes + N * p.V.BN * 4)
     at = (visits.first + entry // KINDS) * N
     for i in gl.static_range(N):
-        tma_load(p.folded_desc, [(at + i) * p.V.BN], full, p.buffers.intervals.index(stage * N + i))
+        tma_load(p.folded_desc, [(at + i) * p.V.BN], full, p.buffers.intervals.index(place * N + i))
     load_tile(p.k_desc, b, h, start, length, row, full, p.k.tiles.index(stage), p.V.VARLEN)
 
 
@@ -128,7 +132,8 @@ def send(p, tile, head, z, block, ticket, count, turn):
             key = visited // KINDS * p.V.BN
             # asked for while this block waits for its stages
             entry = next_entry(p, visits, j + 1)
-            if j < visits.cut:
+            cut = j >= visits.full if p.V.FULL_FIRST else j < visits.cut
+            if cut:
                 feed_cut(p, visits, visited, count, b, h // p.group, k_start, sk, key)
             else:
                 feed(p, p.k, p.k_desc, count, b, h // p.group, k_start, sk, key)

@@ -18,6 +18,7 @@ from backlight.backends.hopper.primitives import (
     log2_of_sum,
     partial_sums,
     row_sum_layout,
+    stage_of,
 )
 from backlight.backends.hopper.terms import bias_tile, cap_ratio, cap_whole, sink_sums
 from backlight.backends.intervals.kernels import END as LAST
@@ -88,24 +89,26 @@ def hide(p, s, position, block, sk):
 def hide_outside(p, view, s, count):
     """Scores of a block, masked by the row intervals that have come with tile number `count` of K, which is released."""
     stage = ring_stage(p.k, count)
+    place = stage_of(count, p.V.PLACES)
     four: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    entry = gl.max(p.buffers.entry.index(stage).load(four), 0)
+    entry = gl.max(p.buffers.entry.index(place).load(four), 0)
     row = gl.expand_dims(view.i0 + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)), 1)
     if (entry & FIRST) != 0:
-        s = gl.where(row >= limit_of(p, s, stage, 0), s, -INF)
+        s = gl.where(row >= limit_of(p, s, place, 0), s, -INF)
     if (entry & LAST) != 0:
-        s = gl.where(row < limit_of(p, s, stage, 1), s, -INF)
+        s = gl.where(row < limit_of(p, s, place, 1), s, -INF)
     if p.V.INTERVALS == 2:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
         if (entry & HOLE) != 0:
-            s = gl.where((row < limit_of(p, s, stage, 2)) | (row >= limit_of(p, s, stage, 3)), s, -INF)
-    release(p.k, stage)
+            s = gl.where((row < limit_of(p, s, place, 2)) | (row >= limit_of(p, s, place, 3)), s, -INF)
+    if p.V.PLACES == p.V.ST:
+        release(p.k, stage)
     return s
 
 
 @gluon.jit
-def limit_of(p, s, stage, WHICH: gl.constexpr):
+def limit_of(p, s, place, WHICH: gl.constexpr):
     """First rows or ends of a block's keys beside its scores."""
-    limits = p.buffers.intervals.index(stage * (2 * p.V.INTERVALS) + WHICH)
+    limits = p.buffers.intervals.index(place * (2 * p.V.INTERVALS) + WHICH)
     return gl.expand_dims(limits.load(gl.SliceLayout(0, s.type.layout)), 0)
 
 
@@ -118,7 +121,7 @@ def at_edge(view, block):
 @gluon.jit
 def release_k(p, view, stage, block):
     """K of a block whose product is done; what is to be masked by row intervals is released when they have been read."""
-    if p.V.INTERVALS > 0:
+    if p.V.INTERVALS > 0 and p.V.PLACES == p.V.ST:
         if not at_edge(view, block):
             release(p.k, stage)
     else:
@@ -172,6 +175,8 @@ def far_blocks_end(p, view, careful, BEYOND_TABLE: gl.constexpr):
     far_end = view.begin
     if not p.V.HAS_LEFT:
         far_end = view.plain_end - 1
+        if p.V.FULL_FIRST:
+            far_end = gl.where(view.plain_begin < view.end, far_end, view.begin)
         if p.V.BIAS and BEYOND_TABLE:
             far_end = gl.minimum(far_end, gl.maximum(view.column - p.n_bias + 1, 0) // p.V.BN)
         far_end = clamp(far_end, view.begin, view.end)

@@ -173,8 +173,13 @@ def view_of(p, head, slot, W: gl.constexpr, row_l: gl.constexpr):
     position = i0 + sk - sq + gl.arange(0, WM, row_l)
     if p.V.INTERVALS > 0:
         tile_begin, tile_end = i0 * 0, read_field(p, slot, LIVE)
-        begin, plain_begin, end = tile_begin, tile_begin, tile_end
-        plain_end = end - read_field(p, slot, CUT)
+        begin, end = tile_begin, tile_end
+        if p.V.FULL_FIRST:
+            plain_begin = read_field(p, slot, CUT)
+            plain_end = end
+        else:
+            plain_begin = begin
+            plain_end = end - read_field(p, slot, CUT)
     else:
         tile_begin, _, _, tile_end = tile_blocks(p, tile, p.V.NC * WM, sq, sk)
         begin, plain_begin, plain_end, end = tile_blocks(p, i0, WM, sq, sk)

@@ -76,14 +76,14 @@ def memory_of(q_desc, lse_desc, V: gl.constexpr):
 def _bwd_narrow_kernel(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, lse_desc, delta_desc, acc_desc, packing, counter_ptr,
     dynamic, counter, n_segments, n_tiles, key_tiles, row_tiles, together, heads, group, sq, sk, left, right,
-    units, mask, mask_batch, mask_head, most, V: gl.constexpr,
+    units, mask, mask_batch, mask_head, most, few, together_if_few, V: gl.constexpr,
 ):  # fmt: skip
     buffers = memory_of(q_desc, lse_desc, V)
     p = Backward(
         heads, group, sq, sk, left, right, q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, lse_desc, delta_desc,
         acc_desc, None, None, None, None, packing, counter_ptr,
         dynamic, counter, n_segments, n_tiles, key_tiles, row_tiles, together,
-        units, None, None, mask, mask_batch, mask_head, most, V, buffers, NARROW_Q_EMPTY, NARROW_DO_EMPTY,
+        units, None, None, mask, mask_batch, mask_head, most, few, together_if_few, V, buffers, NARROW_Q_EMPTY, NARROW_DO_EMPTY,
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(

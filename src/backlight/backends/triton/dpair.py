@@ -1,0 +1,228 @@
+"""dpair_bias (eq. 68). Where each pair has an entry of its own, the kernel of dq stores ds; a bias by key is the column sums of
+ds, which the kernel of dk makes. Otherwise a program owns a tile of rows and keys, recomputes ds for one batch entry and head
+after the other that share it, and adds up in registers (eq. 69). All sums have a fixed order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from backlight.backends.triton.band import add_bias, head_table, table_entry
+from backlight.backends.triton.delta import RowState
+from backlight.backends.triton.launch import Launch, rows_of
+from backlight.backends.triton.loads import row_state, stream_tile
+from backlight.backends.triton.pair import Pair, pair_start, pair_tile, store_pair
+from backlight.backends.triton.primitives import (
+    LOG2E,
+    Block,
+    Segment,
+    key_span,
+    logits_of,
+    tile_gradient,
+    tile_weights,
+)
+from backlight.backends.triton.visits import intervals_of
+from backlight.call import Call
+
+# programs that a large card should have to choose from, and members that are worth a partial sum
+PROGRAMS = 1056
+FEWEST_MEMBERS = 8
+COLUMNS = 128
+
+
+@triton.jit
+def row_vectors(minus_lse2_ptr, delta_ptr, pair, entry_b, entry_h, member, own_heads, pitch16, i0, geometry, BM: tl.constexpr):
+    """minus_lse2 and delta [BM, 1] of a member's rows."""
+    b = entry_b * pair.sharing + member // own_heads
+    offset = row_state(b, entry_h + member % own_heads, 0, pitch16, geometry) + i0 + tl.arange(0, BM)
+    return tl.load(minus_lse2_ptr + offset)[:, None], tl.load(delta_ptr + offset)[:, None]
+
+
+@triton.jit(do_not_specialize=["members", "each", "groups", "bias_heads", "pitch16", "sq", "sk", "n_segments"])
+def _dpair_kernel(
+    q_rows, k_rows, v_rows, do_rows, q_desc, k_desc, v_desc, do_desc, minus_lse2_ptr, delta_ptr, table_ptr, pair, dpair,
+    members, each, groups, own_heads, bias_heads, pitch16, mask, packing, geometry, sq, sk, n_segments,
+    V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, entry of the bias * groups + group) adds up `each` of the members of its entry. own_heads: how many query
+    heads share a head of the bias, of which there are bias_heads. dpair: [groups,Bb,Hb,Sq,Sk], its batch the first two axes."""
+    key_tiles = tl.cdiv(sk, BN)
+    i0 = tl.program_id(0) // key_tiles * BM
+    j0 = tl.program_id(0) % key_tiles * BN
+    group = tl.program_id(1) % groups
+    entry_b = tl.program_id(1) // groups // bias_heads
+    entry_h = tl.program_id(1) // groups % bias_heads
+    segment = Segment(0, 0, sq, sk, 0)
+    shift = sk - sq
+    position = (i0 + shift + tl.arange(0, BM))[:, None]
+    last_position = tl.minimum(i0 + BM, sq) - 1 + shift
+    block = Block(segment, 0, 0, 0, 0, i0, sq - i0, i0 + shift, last_position, position)
+    span = key_span(block, geometry, V, BN)
+    # keys beyond the end are not stored: they need no mask
+    at_edge = V.INTERVALS > 0
+    if V.LEFT or V.RIGHT:
+        at_edge = at_edge | (j0 < span.low) | (j0 > span.high)
+    keys = (j0 + tl.arange(0, BN))[None, :]
+    bias = pair_tile(pair, pair.ptr, entry_b * pair.sharing, entry_h, i0, j0, sq, V, False, BM, BN, False) * LOG2E
+    total = tl.zeros([BM, BN], tl.float32)
+    first = group * each
+    stop = tl.minimum(first + each, members)
+    if (j0 < span.start) | (j0 >= span.stop):
+        stop = first
+    if first < stop:
+        # one member ahead: nothing else waits for memory
+        next_lse2, next_delta = row_vectors(
+            minus_lse2_ptr, delta_ptr, pair, entry_b, entry_h, first, own_heads, pitch16, i0, geometry, BM
+        )
+        for member in range(first, stop):
+            b = entry_b * pair.sharing + member // own_heads
+            h = entry_h + member % own_heads
+            g = h // geometry.group
+            minus_lse2 = next_lse2
+            delta = next_delta
+            after = tl.minimum(member + 1, stop - 1)
+            next_lse2, next_delta = row_vectors(
+                minus_lse2_ptr, delta_ptr, pair, entry_b, entry_h, after, own_heads, pitch16, i0, geometry, BM
+            )
+            q = stream_tile(q_rows, q_desc, b, h, 0, i0, sq, BM, V.D, V.BD, TMA)
+            k = stream_tile(k_rows, k_desc, b, g, 0, j0, sk, BN, V.D, V.BD, TMA)
+            do = stream_tile(do_rows, do_desc, b, h, 0, i0, sq, BM, V.DV, V.BDV, TMA)
+            v = stream_tile(v_rows, v_desc, b, g, 0, j0, sk, BN, V.DV, V.BDV, TMA)
+            t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
+            s, _ = logits_of(t, geometry.unit, bias + minus_lse2, geometry, V, "none")
+            if V.BIAS:
+                entry = table_entry(i0 + shift - j0 + geometry.bias_origin, geometry, True)
+                s = add_bias(s, geometry.unit, head_table(table_ptr, h, geometry, True), entry, j0, span, geometry, V, BM, BN)
+            dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
+            intervals = intervals_of(mask, b, h, segment, sq, sk, n_segments, geometry, V, BN)
+            p, _ = tile_weights(s, 0.0, 0.0, position, keys, at_edge, intervals, segment, packing, geometry, V, BN)
+            ds, _ = tile_gradient(p, p, dp, delta, t, V)
+            total += ds
+    entries = tl.num_programs(1) // groups // bias_heads
+    store_pair(dpair, group * entries + entry_b, entry_h, i0, j0, sq, total, BM, BN)
+
+
+@triton.jit(do_not_specialize=["members", "rows", "bias_heads"])
+def _pair_sums_kernel(
+    parts_ptr, dpair, members, own_heads, by_batch, by_head, by_member, by_own_head, rows, bias_heads,
+    PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dpair [Bb,Hb,rows,Sk]: sums over members of fp32 parts, always in the same order; `by_...`: strides of the parts, where
+    member m is number m // own_heads and, of query heads that share one of the bias, m % own_heads."""
+    b = tl.program_id(1) // bias_heads
+    h = tl.program_id(1) % bias_heads
+    at = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    exists = at < tl.cast(rows, tl.int64) * dpair.keys
+    parts_ptr += tl.cast(b, tl.int64) * by_batch + tl.cast(h, tl.int64) * by_head
+    total = tl.zeros([PARTS, COLUMNS], tl.float32)
+    for first in range(0, members, PARTS):
+        member = first + tl.arange(0, PARTS)[:, None]
+        part = (member // own_heads).to(tl.int64) * by_member + (member % own_heads).to(tl.int64) * by_own_head
+        total += tl.load(parts_ptr + part + at[None, :], mask=exists[None, :] & (member < members), other=0.0)
+    pointers = pair_start(dpair, b * dpair.sharing, h, 0, 0) + at // dpair.keys * dpair.row + at % dpair.keys * dpair.key
+    tl.store(pointers, tl.sum(total, 0).to(dpair.ptr.dtype.element_ty), mask=exists)
+
+
+def way_of(call: Call) -> str:
+    """How dpair_bias is made: "tiles" of the dq kernel, "columns" of the dk kernel, or by an "owner" of each tile."""
+    assert call.pair_bias is not None
+    if call.pair_bias.shape[2] == 1:
+        return "columns"
+    return "tiles" if call.pair_bias.shape[:2] == call.q.shape[:2] else "owner"
+
+
+def empty_tiles(launch: Launch) -> Tensor:
+    """For the dq kernel to fill: zeros where there are tiles that it does not visit."""
+    call = launch.call
+    assert call.pair_bias is not None
+    if call.spec.masked or call.spec.rows or not call.q.numel():
+        return torch.zeros(call.pair_bias.shape, dtype=call.pair_bias.dtype, device=call.q.device)
+    return torch.empty_like(call.pair_bias)
+
+
+def empty_columns(launch: Launch) -> Tensor:
+    """For the dk kernel to fill: [B,Hq,Sk]."""
+    batch, heads = launch.call.q.shape[:2]
+    return torch.empty(batch, heads, launch.call.k.shape[2], dtype=torch.float32, device=launch.call.q.device)
+
+
+def dpair_of_columns(launch: Launch, columns: Tensor) -> Tensor:
+    """[Bb,Hb,1,Sk] in the dtype of the bias."""
+    call = launch.call
+    assert call.pair_bias is not None
+    _, heads, keys = columns.shape
+    own_heads = heads // call.pair_bias.shape[1]
+    strides = (call.sharing * heads * keys, keys, heads * keys, keys)
+    return summed(launch, columns, call.sharing * own_heads, own_heads, strides, 32)
+
+
+def dpair_by_owner(launch: Launch, rows: RowState) -> Tensor:
+    call = launch.call
+    assert call.pair_bias is not None
+    if not (call.q.numel() and call.k.numel()):
+        return torch.zeros(call.pair_bias.shape, dtype=call.pair_bias.dtype, device=call.q.device)
+    config = launch.config("dpair")
+    entries, bias_heads, sq, sk = call.pair_bias.shape
+    own_heads = call.q.shape[1] // bias_heads
+    members = call.sharing * own_heads
+    tiles = triton.cdiv(sq, config.block_m) * triton.cdiv(sk, config.block_n)
+    each, groups = groups_of(members, tiles * entries * bias_heads)
+    if groups == 1:
+        made = torch.empty_like(call.pair_bias)
+        target = launch.pair_of(made)._replace(sharing=1)
+    else:
+        made = torch.empty(groups, entries, bias_heads, sq, sk, dtype=torch.float32, device=call.q.device)
+        target = Pair(made, bias_heads * sq * sk, sq * sk, sk, 1, 1, sk)
+    tma, (q_desc, do_desc) = launch.descriptors(config, config.block_m, launch.q, rows.do)
+    tma_keys, (k_desc, v_desc) = launch.descriptors(config, config.block_n, launch.k, launch.v)
+    launch.start(
+        _dpair_kernel,
+        (tiles, entries * bias_heads * groups),
+        *(rows_of(x) for x in (launch.q, launch.k, launch.v, rows.do)),
+        *(q_desc, k_desc, v_desc, do_desc),
+        rows.minus_lse2,
+        rows.delta,
+        launch.table,
+        launch.pair_of(call.pair_bias),
+        target,
+        *(members, each, groups, own_heads, bias_heads, rows.pitch16),
+        launch.mask(config, of_rows=True),
+        *launch.shared(None, config.block_m),
+        V=launch.variant,
+        TMA=tma and tma_keys,
+        **config.launch,
+    )
+    if groups == 1:
+        return made
+    pairs = sq * sk
+    return summed(launch, made, groups, 1, (bias_heads * pairs, pairs, entries * bias_heads * pairs, 0), 4)
+
+
+def groups_of(members: int, tiles: int) -> tuple[int, int]:
+    """(members to a group, groups): few tiles are shared by several programs, each with a part of the members."""
+    groups = max(1, min(PROGRAMS // tiles, members // FEWEST_MEMBERS))
+    each = triton.cdiv(members, groups)
+    return each, triton.cdiv(members, each)
+
+
+def summed(launch: Launch, parts: Tensor, members: int, own_heads: int, strides: tuple[int, ...], at_once: int) -> Tensor:
+    """`_pair_sums_kernel`, `at_once` members at a time."""
+    pair_bias = launch.call.pair_bias
+    assert pair_bias is not None
+    dpair = torch.empty_like(pair_bias)
+    entries, bias_heads, rows, keys = pair_bias.shape
+    grid = (triton.cdiv(rows * keys, COLUMNS), entries * bias_heads)
+    if grid[0] and grid[1]:
+        launch.start(
+            _pair_sums_kernel,
+            grid,
+            parts,
+            launch.pair_of(dpair),
+            *(members, own_heads, *strides, rows, bias_heads),
+            PARTS=at_once,
+            COLUMNS=COLUMNS,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return dpair

@@ -1,0 +1,72 @@
+"""Device code of the pair bias (eq. 67): one tile of it, read in place in either orientation."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Pair(NamedTuple):
+    """A pair bias or its gradient [Bb,Hb,Rb,Sk] in memory: pointer and strides, 0 along axes it does not have. sharing: batch
+    entries to one of its entries; keys: Sk, of which the kernel knows whether whole vectors end there."""
+
+    ptr: Any
+    batch: Any
+    head: Any
+    row: Any
+    key: Any
+    sharing: Any
+    keys: Any
+
+
+@triton.jit
+def pair_tile(
+    pair, descriptor, b, h, i0, j0, sq, V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    TURNED: tl.constexpr, BEFORE: tl.constexpr = False,
+):  # fmt: skip
+    """fp32 [BM, BN] from row i0 and key j0 on, TURNED [BN, BM]; zero beyond the ends. By key: [1, BN] or [BN, 1]. BEFORE: j0
+    may lie before the first key."""
+    start = pair_start(pair, b, h, i0, j0)
+    rows = tl.arange(0, BM)
+    keys = tl.arange(0, BN)
+    exists = j0 + keys < pair.keys
+    if BEFORE:
+        exists = exists & (j0 + keys >= 0)
+    if V.PAIR == 1:
+        value = tl.load(start + keys * pair.key, mask=exists, other=0.0)
+        tile = value[:, None] if TURNED else value[None, :]
+    elif TMA:
+        # beyond the tensor's own heads a descriptor reads zeros
+        own_head = tl.where(pair.head == 0, 0, h)
+        tile = descriptor.load([b // pair.sharing, own_head, i0, j0]).reshape([BM, BN])
+        if TURNED:
+            tile = tl.trans(tile)
+    elif TURNED:
+        inside = exists[:, None] & (i0 + rows < sq)[None, :]
+        tile = tl.load(start + (keys[:, None] * pair.key + rows[None, :] * pair.row), mask=inside, other=0.0)
+    else:
+        inside = (i0 + rows < sq)[:, None] & exists[None, :]
+        tile = tl.load(start + (rows[:, None] * pair.row + keys[None, :] * pair.key), mask=inside, other=0.0)
+    return tile.to(tl.float32)
+
+
+@triton.jit
+def store_pair(pair, b, h, i0, j0, sq, value, BM: tl.constexpr, BN: tl.constexpr):
+    """A tile [BM, BN] of the gradient."""
+    rows = tl.arange(0, BM)
+    keys = tl.arange(0, BN)
+    inside = (i0 + rows < sq)[:, None] & (j0 + keys < pair.keys)[None, :]
+    pointers = pair_start(pair, b, h, i0, j0) + (rows[:, None] * pair.row + keys[None, :] * pair.key)
+    tl.store(pointers, value.to(pair.ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def pair_start(pair, b, h, i0, j0):
+    """Pointer to the entry of a row and a key; 64-bit, as the rows of q."""
+    return (
+        pair.ptr
+        + tl.cast(b // pair.sharing, tl.int64) * pair.batch
+        + tl.cast(h, tl.int64) * pair.head
+        + tl.cast(i0, tl.int64) * pair.row
+        + tl.cast(j0, tl.int64) * pair.key
+    )
