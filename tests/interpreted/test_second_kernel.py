@@ -181,6 +181,13 @@ def test_tau_is_refused_by_name_and_left_to_tiled_without_one() -> None:
                 torch.autograd.grad(dq.square().sum(), q)
 
 
+def test_a_pair_bias_is_left_to_tiled() -> None:
+    call = Case("pair", b=1, hq=1, hkv=1, sq=4, sk=4, pair_bias=("heads", "rows")).make(FP32).call
+    assert choose("second", call, None).name == "tiled"
+    with pytest.raises(NotImplementedError, match="triton: has no second derivative with"):
+        choose("second", call, "triton")
+
+
 def test_what_does_not_fit_is_refused_by_name_and_left_to_tiled_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """fp32 of wide heads, on a card without the shared memory for four tensors of keys."""
     wide = Case("wide", b=1, hq=1, hkv=1, sq=4, sk=4, d=192)
