@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from compact import COMPACT
 
+from backlight.bench.results import read
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
@@ -26,9 +28,9 @@ def tracked(*patterns: str) -> list[Path]:
 
 def test_every_record_is_named_on_a_page_or_in_a_tool() -> None:
     text = "".join(path.read_text() for path in (*PAGES, *TOOLS))
-    records = tracked("benchmarks/results/*.json")
+    records = tracked("benchmarks/results/*.json.gz")
     assert records
-    assert not [path.name for path in records if path.stem not in text]
+    assert not [path.name for path in records if path.name.removesuffix(".json.gz") not in text]
 
 
 def test_every_picture_of_a_record_is_shown() -> None:
@@ -39,9 +41,10 @@ def test_every_picture_of_a_record_is_shown() -> None:
 
 def test_records_and_pictures_are_compact() -> None:
     """If not: python tools/compact.py FILE."""
-    for path in tracked("benchmarks/results/*.json", "benchmarks/results/*.svg", "docs/images/*.svg"):
-        text = path.read_text()
-        assert COMPACT[path.suffix](text) == text, path
+    assert not tracked("benchmarks/results/*.json"), "compressed as .json.gz"
+    for path in tracked("benchmarks/results/*.json.gz", "benchmarks/results/*.svg", "docs/images/*.svg"):
+        text = read(path)
+        assert COMPACT[path.suffixes[0]](text) == text, path
 
 
 def test_the_repository_is_small() -> None:

@@ -24,7 +24,7 @@ from backlight.distributed.rule import Shape, divides
 from backlight.spec import AttentionSpec
 
 PAGE = ROOT / "docs" / "distributed.md"
-KERNELS = RESULTS / "hopper-kernels-20261115.json"
+KERNELS = RESULTS / "hopper-kernels-20261115.json.gz"
 # its copy rate is a property of the card
 PLAIN = newest("plain")
 CPU = ROOT / "docs" / "data" / "distributed-cpu.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
 
 
 def load(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
+    raw = path.read_bytes()
+    return json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
 
 
 def timed(data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -22,7 +24,7 @@ def timed(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 def newest(suite: str, what: str = "", fits: Callable[[dict[str, Any]], bool] = bool) -> Path:
     """The newest record of a suite that fits; `what` says in words which one was looked for."""
-    for path in sorted(RESULTS.glob(f"{suite}-2*.json"), reverse=True):
+    for path in sorted(RESULTS.glob(f"{suite}-2*.json.gz"), reverse=True):
         if fits(load(path)):
             return path
     raise FileNotFoundError(f"no record of {suite} {what}".rstrip())

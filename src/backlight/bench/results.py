@@ -8,6 +8,7 @@ have `times`. Times are milliseconds, rates TFLOP/s by math.md eq. 42, memory by
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import time
@@ -115,10 +116,16 @@ def describe(workload: Workload) -> dict[str, Any]:
     }
 
 
+def read(path: Path) -> str:
+    """A record's text; those that are kept are compressed (.json.gz)."""
+    raw = path.read_bytes()
+    return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
+
+
 def load(path: Path) -> dict[str, Any]:
     """A recorded run; `BadRecord` with one sentence when the file is something else, cut short or changed by hand."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(read(Path(path)))
     except OSError as error:
         raise BadRecord(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from functools import cached_property
 from importlib.resources import files
 
@@ -21,7 +22,7 @@ class Text:
 
     @classmethod
     def alice(cls) -> Text:
-        return cls(files("backlight").joinpath("data", "alice.txt").read_text(encoding="ascii"))
+        return cls(gzip.decompress(files("backlight").joinpath("data", "alice.txt.gz").read_bytes()).decode("ascii"))
 
     def __len__(self) -> int:
         return len(self.text)
