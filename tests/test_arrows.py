@@ -59,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "in_graph",
     },
     "direct": {"_private", "spec", "call", "binding", "running", "operators"},
+    "documents": {"_private", "spec", "binding"},
     "api": {
         "spec",
         "call",
@@ -71,6 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "registry",
         "operators",
         "direct",
+        "documents",
     },
     "tangents": {"spec", "call", "arguments", "binding", "contexts", "derivatives", "second_operators", "api"},
     # weights are formed by the tiled backend's own code: no second copy of scores, mask and elastic weights

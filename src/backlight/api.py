@@ -118,7 +118,7 @@ def attention(
     }
     rows, pos = (None, None) if mask is None else mask_tensors(mask)
     tensors = (q, k, v, bias, sink, tau, gate, pair_bias, rows, pos, None, None)
-    return _attend(tensors, options, False, return_lse, backend, context)
+    return _attend(tensors, options, False, return_lse, backend, context, mask)
 
 
 @overload
@@ -198,26 +198,39 @@ def attention_varlen(
 
 
 def _attend(
-    tensors: Tensors, options: dict[str, Any], packed: bool, return_lse: bool, backend: str | None, context: Context | None
+    tensors: Tensors,
+    options: dict[str, Any],
+    packed: bool,
+    return_lse: bool,
+    backend: str | None,
+    context: Context | None,
+    mask: backlight.mask.Mask | None = None,
+    trusted: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Both public calls: directly where nothing looks at them, through operators or a context elsewhere."""
+    """Both public calls: directly where nothing looks at them, through operators or a context elsewhere.
+
+    mask: whose tensors are among these, of a call that is not packed. trusted: see `Call`.
+    """
     if return_lse is not True and return_lse is not False:
         raise _no_flag("return_lse", return_lse)
     if not packed and isinstance(tensors[0], Tensor) and tensors[0].dim() == 5:
-        return _attend_grid(tensors, options, return_lse, backend, context)
+        return _attend_grid(tensors, options, return_lse, backend, context, mask)
     if context is not None or blocks:
         context = innermost(context)
+    known = mask is not None and mask.borders is not None and context is None
+    if known and _documents().against(mask, tensors, packed, backend) is None:
+        return _attend_documents(mask, tensors, options, return_lse, backend)  # type: ignore[arg-type]
     # a context checks it itself, so that the other ranks hear of it
     if backend is not None and context is None:
         check_backend(backend)
     if context is None and direct.unobserved(tensors):
         if packed:
-            y, lse = _attend_packed(tensors, options, return_lse, backend)
+            y, lse = _attend_packed(tensors, options, return_lse, backend, trusted)
         else:
-            y, lse = direct.attention(bind_like_before(tensors, options, False, backend), backend, return_lse)
+            y, lse = direct.attention(bind_like_before(tensors, options, False, backend, trusted), backend, return_lse)
     else:
         if context is None:
-            y, lse = operators.attention(bind(tensors, options, packed), backend)
+            y, lse = operators.attention(bind(tensors, options, packed, trusted=trusted), backend)
         else:
             y, lse = context.attention(partial(bind, tensors, options, packed, sharded=True), backend)
         if packed:
@@ -225,12 +238,37 @@ def _attend(
     return (y, lse) if return_lse else y  # type: ignore[return-value]
 
 
+def _documents() -> Any:
+    """Loaded when somebody has such a mask."""
+    from backlight import documents
+
+    return documents
+
+
+def _attend_documents(
+    mask: backlight.mask.Mask, tensors: Tensors, options: dict[str, Any], return_lse: bool, backend: str | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A call with documents of known lengths, as packed sequences."""
+    documents, batch = _documents(), tensors[0].shape[0]
+    tensors, options, packed = documents.as_packed(mask, tensors, options)
+    found = _attend(tensors, options, packed, return_lse, backend, None, trusted=True)
+    if return_lse:
+        y, lse = found
+        return documents.as_batched(y, batch, packed), documents.as_batched(lse, batch, packed)
+    return documents.as_batched(found, batch, packed)
+
+
 def _attend_grid(
-    tensors: Tensors, options: dict[str, Any], return_lse: bool, backend: str | None, context: Context | None
+    tensors: Tensors,
+    options: dict[str, Any],
+    return_lse: bool,
+    backend: str | None,
+    context: Context | None,
+    mask: backlight.mask.Mask | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Tensors of five axes, [B, N, H, S, D]."""
     tensors, grid = flattened(tensors)
-    found = _attend(tensors, options, False, return_lse, backend, context)
+    found = _attend(tensors, options, False, return_lse, backend, context, mask)
     if return_lse:
         y, lse = found
         return y.unflatten(0, grid), lse.unflatten(0, grid)
@@ -238,16 +276,16 @@ def _attend_grid(
 
 
 def _attend_packed(
-    tensors: Tensors, options: dict[str, Any], return_lse: bool, backend: str | None
+    tensors: Tensors, options: dict[str, Any], return_lse: bool, backend: str | None, trusted: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Packed tensors where nothing looks at the call."""
     q = tensors[0]
     if q is not None and torch.is_autocast_enabled(q.device.type):
-        y, lse = direct.attention(bind(tensors, options, True), backend, True)
+        y, lse = direct.attention(bind(tensors, options, True, trusted=trusted), backend, True)
         return y[0].transpose(0, 1), lse[0]  # type: ignore[index]
     # autograd needs to see neither the views that make a batch of one, nor those that make it packed again
     with torch.no_grad():
-        call = bind_like_before(tensors, options, True, backend)
+        call = bind_like_before(tensors, options, True, backend, trusted)
     return direct.attention(call, backend, return_lse, packed=tensors[: len(LEARNED)])
 
 
@@ -256,12 +294,14 @@ class Explanation:
     """Which backend would run a call, with which configuration, and why not the others.
 
     tiles: with a mask, the shares of tiles of `TILE` rows and keys that are empty (left out), full (not masked) and partial.
+    documents: with a mask of documents that knows their lengths, whether the call runs packed, and why.
     """
 
     chosen: str | None
     config: object
     reasons: dict[str, tuple[str, ...]]
     tiles: tuple[float, float, float] | None = None
+    documents: str | None = None
 
     def __str__(self) -> str:
         lines = []
@@ -275,6 +315,8 @@ class Explanation:
         if self.tiles is not None:
             empty, full, partial = (f"{share:.0%}" for share in self.tiles)
             lines.append(f"mask: of tiles of {TILE[0]} x {TILE[1]}, {empty} are empty, {full} full and {partial} partial")
+        if self.documents is not None:
+            lines.append(f"mask: {self.documents}")
         return "\n".join(lines)
 
 
@@ -299,16 +341,33 @@ def explain(
         raise _no_flag("return_lse", return_lse)
     check_backend(backend)
     bound = _binding(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
-    context = innermost(context)
+    context, tiles, said = innermost(context), None, None
     if context is None:
         call = bound()
+        tiles = None if call.rows is None or call.rows.is_meta else _tile_shares(call)
+        call, said = _as_documents(options.get("mask"), bound, backend, call)
         reasons = registry.refusals(call)
     else:
         call, reasons = context.explain(partial(bound, sharded=True), backend)
     wanted = reasons if backend is None else {backend: reasons[backend]}
     chosen = next((name for name, why in wanted.items() if not why), None)
-    tiles = _tile_shares(call) if call.rows is not None and context is None and not call.rows.is_meta else None
-    return Explanation(chosen, None if chosen is None else registry.get(chosen).config(call), reasons, tiles)
+    return Explanation(chosen, None if chosen is None else registry.get(chosen).config(call), reasons, tiles, said)
+
+
+def _as_documents(
+    mask: backlight.mask.Mask | None, bound: partial[Call], backend: str | None, call: Call
+) -> tuple[Call, str | None]:
+    """The call that runs, and a sentence about it where the mask knows the lengths of documents."""
+    if mask is None or mask.borders is None:
+        return call, None
+    documents = _documents()
+    tensors, options, packed = bound.args
+    reason = documents.against(mask, tensors, packed, backend)
+    if reason is not None:
+        return call, f"documents of known lengths run by their intervals, not packed, because {reason}"
+    tensors, options, packed = documents.as_packed(mask, tensors, {"causal": False} | options)
+    found = bind(tensors, options, packed, trusted=True)
+    return found, "documents of known lengths run packed, as attention_varlen does: tiles begin at their borders"
 
 
 def _tile_shares(call: Call) -> tuple[float, float, float]:

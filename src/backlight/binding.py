@@ -50,9 +50,12 @@ def mask_tensors(mask: Any) -> tuple[Any, Any]:
     return mask.rows, mask.pos
 
 
-def bind(tensors: Tensors, options: dict[str, Any], packed: bool, sharded: bool = False) -> Call:
-    """The call of batched tensors [B, H, S, D] or packed ones [T, H, D], checked; sharded: they are parts of longer ones."""
-    return bind_batched(_batch_of_one(tensors) if packed else tensors, options, sharded)
+def bind(tensors: Tensors, options: dict[str, Any], packed: bool, sharded: bool = False, trusted: bool = False) -> Call:
+    """The call of batched tensors [B, H, S, D] or packed ones [T, H, D], checked; sharded: they are parts of longer ones;
+    trusted: see `Call`."""
+    call = bind_batched(_batch_of_one(tensors) if packed else tensors, options, sharded)
+    call.trusted = trusted
+    return call
 
 
 def bind_batched(tensors: Tensors, options: dict[str, Any], sharded: bool = False) -> Call:
@@ -186,14 +189,17 @@ _known_spec = lru_cache(maxsize=1024, typed=True)(_new_spec)
 _bound: Memory[tuple[AttentionSpec, bool, tuple[Any, ...], dict[Any, Any]]] = Memory()
 
 
-def bind_like_before(tensors: Tensors, options: dict[str, Any], packed: bool, backend: str | None) -> Call:
+def bind_like_before(
+    tensors: Tensors, options: dict[str, Any], packed: bool, backend: str | None, trusted: bool = False
+) -> Call:
     """`bind`, with the checks left out where a call of the same kind has passed them."""
     window = options["window"]
-    kind = _kind_of(tensors, (*options.values(), *(window if isinstance(window, tuple) else ()), backend))
-    call = _recall(kind, tensors)
+    kind = _kind_of(tensors, (*options.values(), *(window if isinstance(window, tuple) else ()), backend, trusted))
+    call = _recall(kind, tensors, packed)
     if call is None:
         call = bind(tensors, options, packed)
         _remember(kind, tensors, call)
+    call.trusted = trusted
     return call
 
 
@@ -217,7 +223,7 @@ def _kind_of(tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...] | No
     return (*flags, *options, *map(type, options), *layouts)
 
 
-def _recall(kind: tuple[Any, ...] | None, tensors: Tensors) -> Call | None:
+def _recall(kind: tuple[Any, ...] | None, tensors: Tensors, packed: bool) -> Call | None:
     """The bound call of these tensors, if one of its kind was bound before."""
     try:
         known = _bound.get(kind)  # type: ignore[arg-type]
@@ -227,8 +233,8 @@ def _recall(kind: tuple[Any, ...] | None, tensors: Tensors) -> Call | None:
     if known is None:
         return None
     spec, deterministic, layout, shared = known
-    cu_q, cu_k = tensors[FIRST_BORDER:]
-    if cu_q is not None:
+    if packed:
+        cu_q, cu_k = tensors[FIRST_BORDER:]
         tensors = (*batched_all(tensors)[:FIRST_BORDER], cu_q, cu_q if cu_k is None else cu_k)
     call = Call(spec, *tensors, deterministic)  # type: ignore[call-arg]
     call._layout, call.shared = layout, shared

@@ -64,6 +64,8 @@ class Call:
     deterministic: bool = False
     part: Part | None = None
     _segments: tuple[Segment, ...] | None = field(default=None, repr=False)
+    # cu_seqlens are those of a mask, made to be borders of these rows and keys: nobody waits for a device to check them
+    trusted: bool = False
     _layout: tuple[Any, ...] | None = field(default=None, init=False, repr=False)
     # what calls of one kind have in common (`binding.bind_like_before`), for whoever finds something out about them
     shared: dict[Any, Any] | None = field(default=None, init=False, repr=False)
@@ -129,7 +131,7 @@ class Call:
         """Raises unless cu_seqlens are borders of these rows and keys. Where reading them waits for a device, that happens
         once for each version. For kernels that read borders themselves and stay within the tensors whatever they are."""
         cu_q, cu_k, sq, sk = self.cu_seqlens_q, self.cu_seqlens_k, self.q.shape[2], self.k.shape[2]
-        if cu_q is None or cu_k is None or self._segments is not None:
+        if cu_q is None or cu_k is None or self.trusted or self._segments is not None:
             return
         if not (_is_checked(cu_q, sq) and ((cu_k is cu_q and sk == sq) or _is_checked(cu_k, sk))):
             self.segments()

@@ -56,4 +56,10 @@ def _lacks(what: str, backend: Any, call: Call) -> tuple[str, ...]:
     if takes is None:
         return (f"has no {WORDS[what]}",)
     unknown = [feature for feature in call.features if feature not in takes]
-    return tuple(f"has no {WORDS[what]} with {registry.NAMED.get(feature, feature)}" for feature in unknown)
+    if unknown:
+        return tuple(f"has no {WORDS[what]} with {registry.NAMED.get(feature, feature)}" for feature in unknown)
+    return getattr(backend, "why_not_differentiated", _nothing_against)(what, call)
+
+
+def _nothing_against(what: str, call: Call) -> tuple[str, ...]:
+    return ()

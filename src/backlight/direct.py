@@ -41,7 +41,7 @@ class _Direct(torch.autograd.Function):
             # autograd must not take results for views: it would miss changes in place
             y, lse = _packed(y).detach(), lse[0].detach()
         ctx.save_for_backward(*tensors, *counting_tensors(call), y, lse, u)
-        ctx.options = call.spec, call.deterministic, backend, call.shared
+        ctx.options = call.spec, call.deterministic, call.trusted, backend, call.shared
         # a second output costs the engine more than it costs us to leave it out
         return (y, lse) if return_lse else y
 
@@ -64,9 +64,9 @@ def _gradients(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Any, .
         tensors = batched_all(tensors)
         y, dy = batched(y), batched(dy)
         lse, dlse = (None if x is None else x[None] for x in (lse, dlse))
-    spec, deterministic, backend, shared = ctx.options
+    spec, deterministic, trusted, backend, shared = ctx.options
     call = Call(spec, *tensors, deterministic)  # type: ignore[call-arg]
-    call.shared = shared
+    call.trusted, call.shared = trusted, shared
     if observed:
         args = (*operators.pack(call, backend), y, lse, y.new_empty(0) if u is None else u, dy, dlse, list(needs))
         found = operators.run().backward(*args)

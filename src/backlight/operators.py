@@ -19,7 +19,10 @@ from backlight.derivatives import NO_TANGENT_IN_GRAPH
 from backlight.spec import GRADIENTS, LEARNED, TENSOR_NAMES, TENSORS, TERM_NAMES, AttentionSpec
 
 SCHEMA = ", ".join(f"Tensor{'?' if each.optional else ''} {each.name}" for each in TENSORS)
-SCALARS = "bool causal, int? left, int? right, float? scale, float? softcap, int bias_origin, bool deterministic, str? backend"
+SCALARS = (
+    "bool causal, int? left, int? right, float? scale, float? softcap, int bias_origin, bool deterministic, bool trusted, "
+    "str? backend"
+)
 library = torch.library.Library("backlight", "DEF")
 library.define(f"attention({SCHEMA}, {SCALARS}, bool save_u) -> (Tensor, Tensor, Tensor)")
 library.define(
@@ -33,13 +36,13 @@ def pack(call: Call, backend: str | None) -> tuple[Any, ...]:
     spec = call.spec
     return (
         *[getattr(call, name) for name in TENSOR_NAMES],
-        *(spec.causal, *spec.window, spec.scale, spec.softcap, spec.bias_origin, call.deterministic, backend),
+        *(spec.causal, *spec.window, spec.scale, spec.softcap, spec.bias_origin, call.deterministic, call.trusted, backend),
     )
 
 
 def unpack(args: tuple[Any, ...]) -> tuple[Call, str | None]:
     tensors = dict(zip(TENSOR_NAMES, args, strict=False))
-    causal, left, right, scale, softcap, bias_origin, deterministic, backend = args[len(TENSOR_NAMES) :]
+    causal, left, right, scale, softcap, bias_origin, deterministic, trusted, backend = args[len(TENSOR_NAMES) :]
     spec = AttentionSpec(
         causal=causal,
         window=(left, right),
@@ -48,7 +51,7 @@ def unpack(args: tuple[Any, ...]) -> tuple[Call, str | None]:
         bias_origin=bias_origin,
         **{name: tensors[name] is not None for name in TERM_NAMES},
     )
-    return Call(spec, **tensors, deterministic=deterministic), backend
+    return Call(spec, **tensors, deterministic=deterministic, trusted=trusted), backend
 
 
 # --- backends ----------------------------------------------------------------------------------------------------------------

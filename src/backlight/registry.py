@@ -30,7 +30,8 @@ class Backend(Protocol):
     The function takes `all_tensors(call)` and those tensors, of any call of that layout in which as many of q, k and v are
     different tensors; it returns None when it cannot run just now.
 
-    Optional: `derivatives`, the features with which it has a `tangent` and a `second` (`differentiating`), by those two names.
+    Optional: `derivatives`, the features with which it has a `tangent` and a `second` (`differentiating`), by those two names;
+    beside it `why_not_differentiated(what, call)`, reasons against one of them.
     """
 
     name: str

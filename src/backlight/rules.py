@@ -18,7 +18,7 @@ from torch import Tensor
 from backlight.derivatives import NO_FORWARD_TWICE, NO_THIRD, Guard
 from backlight.spec import LEARNED, TENSOR_NAMES
 
-N_TENSORS, N_SCALARS, N_LEARNED = len(TENSOR_NAMES), 8, len(LEARNED)
+N_TENSORS, N_SCALARS, N_LEARNED = len(TENSOR_NAMES), 9, len(LEARNED)
 N_CALL = N_TENSORS + N_SCALARS
 TAU = TENSOR_NAMES.index("tau")
 Maybe = Tensor | None

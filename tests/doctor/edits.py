@@ -33,6 +33,10 @@ def forward(old: str, new: str) -> Edit:
     return Edit("forward", old, new)
 
 
+def tangent(old: str, new: str, module: str = "tangent") -> Edit:
+    return Edit(module, old, new, ("tangent",))
+
+
 def after(line: str, *more: str) -> str:
     """The line with more lines of the same indentation below it."""
     return ("\n" + " " * 8).join((line, *more))
@@ -415,4 +419,22 @@ PAIRS: dict[str, list[Edit]] = {
     ],
 }
 
-EDITS = SCALE | MASKS | INTERVALS | HEADS | ROWS | TERMS | PAIRS
+# the backend knows y and lse when its tangent is asked for; nu is what its sweep has taken out of ts
+CENTRED = "ty = ty.sub_(rows.e_cast * y) if ty is not rows.w else ty - rows.e_cast * y"
+READ_TK = 'self.tk = keys_of(tangents["k"], slab).to(scores.operand) if "k" in tangents else None'
+READ_TV = 'self.tv = keys_of(tangents["v"], slab).to(self.scores.operand) if "v" in tangents else None'
+TLSE = "(rows.nu + rows.e)"
+
+TANGENTS: dict[str, list[Edit]] = {
+    "tangent-mu-missing": [tangent(CENTRED, "ty = ty + rows.nu * y")],
+    "tangent-mu-sign": [tangent(CENTRED, "ty = ty + (2 * rows.nu + rows.e) * y")],
+    "tangent-lse-sign": [tangent(TLSE, f"{TLSE}.neg()")],
+    "tangent-values-missing": [tangent(READ_TV, "self.tv = None")],
+    "tangent-weights-fixed": [tangent("add_product_(w[:, part], g, self.v[:, keys])", "pass"), tangent(CENTRED, "pass")],
+    "tangent-scale": [tangent("mul_(scores.dk_factor)", "mul_(scores.dk_factor * scores.call.scale)", "moving")],
+    "tangent-input": [tangent(READ_TK, "self.tk = None", "moving")],
+    "tangent-softcap": [tangent("ts.mul_(self.slope)", "pass", "moving")],
+    "tangent-uncentred": [tangent("nu[:, part].add_(mean)", "mean.zero_()")],
+}
+
+EDITS = SCALE | MASKS | INTERVALS | HEADS | ROWS | TERMS | PAIRS | TANGENTS

@@ -29,8 +29,8 @@ from backlight.doctor.subject.subject import Subject
 
 PACKAGE = "backlight.backends.tiled"
 # in the order of their imports
-SHARED = ("config", "intervals", "pair_bias", "primitives")
-DIRECTIONS = ("forward", "backward")
+SHARED = ("config", "intervals", "pair_bias", "primitives", "moving")
+DIRECTIONS = ("forward", "backward", "tangent")
 NOT_INJECTED = {"do-in-flight": "a CPU finishes dO before it calls the backward; the broken kernel shows it on a GPU"}
 
 
@@ -129,7 +129,7 @@ def inject(name: str, monkeypatch: pytest.MonkeyPatch) -> Subject:
 
 
 def edited_modules(edits: list[Edit]) -> dict[str, types.ModuleType]:
-    """Fresh copies of forward and backward with the edits applied; the originals stay as they are."""
+    """Fresh copies of forward, backward and tangent with the edits applied; the originals stay as they are."""
     for name in (*SHARED, *DIRECTIONS):
         # imported while all is right: one that is first imported beside an edited file would keep the edit
         importlib.import_module(f"{PACKAGE}.{name}")

@@ -1,8 +1,8 @@
 """How many injected defects are found and named: measured here, kept as docs/data/doctor-shares.json, shown in docs/doctor.md.
 
 python tests/doctor/shares.py examines every injection twice, as it is and as a black box that returns o and gradients alone,
-and writes the file; it takes some minutes. The tests hold the file to the truth: an injection whose outcome differs from its
-record fails, and so does a table in the docs that differs from the file.
+and writes the file; it takes some minutes, unless it is given the names of a few. The tests hold the file to the truth: an
+injection whose outcome differs from its record fails, and so does a table in the docs that differs from the file.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import json
 import sys
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ KINDS = {
     "wrapper": "code around the backend's entry points",
 }
 # these live in lse alone: a kernel that does not return it cannot have them
-NEEDS_LSE = {"dlse-ignored", "dlse-sign", "empty-rows-lse"}
+NEEDS_LSE = {"dlse-ignored", "dlse-sign", "empty-rows-lse", "tangent-lse-sign"}
 NAMED, NOT_APPLICABLE = "named", "not applicable"
 
 
@@ -71,11 +72,16 @@ def examine(name: str, monkeypatch: pytest.MonkeyPatch, boxed: bool = False) -> 
     return doctor.diagnose(subject, **arguments(name))
 
 
-def measure() -> dict[str, Any]:
+def measure(names: Collection[str] = ()) -> dict[str, Any]:
+    """Every entry of the catalogue, or some of them beside the records of the others."""
     from injection import NOT_INJECTED, kind_of
 
     found: dict[str, dict[str, str]] = {}
+    kept = {name: entry for name, entry in load()["defects"].items() if name not in names} if names else {}
     for name in catalogue.names():
+        if name in kept:
+            found[name] = kept[name]
+            continue
         if name in NOT_INJECTED:
             found[name] = {"injection": "none", "white box": NOT_APPLICABLE, "black box": NOT_APPLICABLE}
             continue
@@ -130,4 +136,4 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     torch.set_num_threads(1)
     FILE.parent.mkdir(parents=True, exist_ok=True)
-    FILE.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+    FILE.write_text(json.dumps(measure(sys.argv[1:]), indent=1) + "\n", encoding="utf-8")

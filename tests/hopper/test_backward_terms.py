@@ -162,7 +162,7 @@ def test_gate_strides(awkward: str) -> None:
     ids=["half", "edge", "slot", "hidden keys", "dead keys", "slope", "delta of tau", "one key"],
 )
 def test_a_broken_term_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: object, old: str, new: str) -> None:
-    monkeypatch.setattr(emulator, "PATIENCE", 0.5)
+    monkeypatch.setattr(emulator.machine, "PATIENCE", 0.5)
     case = BY_NAME["tau,minus one,self only"] if "n == 1" in old else Case(
         "broken", hq=2, hkv=1, lengths_q=(150, 33, 1), lengths_k=(201, 30, 1), d=16, causal=True, bias=200, tau=(-1.0, 0.4),
         softcap=2.0, dlse=True,

@@ -219,7 +219,7 @@ def test_needs(needs: tuple[str, ...]) -> None:
     ],
 )
 def test_a_broken_forward_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
-    monkeypatch.setattr(emulator, "PATIENCE", 0.5)
+    monkeypatch.setattr(emulator.machine, "PATIENCE", 0.5)
     problem = Case("broken", b=1, hq=1, hkv=1, sq=300, sk=270, d=16, causal=True).make(FP16)
     parts = (
         (primitives, "softmax_step", consumer),
@@ -263,7 +263,7 @@ def test_a_broken_forward_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_a_broken_backward_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
-    monkeypatch.setattr(emulator, "PATIENCE", 0.5)
+    monkeypatch.setattr(emulator.machine, "PATIENCE", 0.5)
     problem = Case("broken", b=1, hq=1, hkv=1, sq=300, sk=270, d=16, causal=True).make(FP16)
     parts = (
         (loader, "loader", main_kernel),

@@ -124,7 +124,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_broken_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     module, old, new, user, attribute = BROKEN[name]
-    monkeypatch.setattr(emulator, "PATIENCE", 0.5)
+    monkeypatch.setattr(emulator.machine, "PATIENCE", 0.5)
     monkeypatch.setattr(user, attribute, getattr(mutant(tmp_path, module, old, new), attribute))
     case = Case("broken", b=1, hq=3, hkv=1, sq=700, sk=700, d=16, causal=True, **HOT)
     with override("hopper.forward", KEEP_FIRST_MAX), pytest.raises((RuntimeError, AssertionError)):

@@ -77,7 +77,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(emulator, "PATIENCE", 0.5)
+    monkeypatch.setattr(emulator.machine, "PATIENCE", 0.5)
     old, new = MUTANTS[name]
     parts = (
         (gradients, ("gradients",), kernel),

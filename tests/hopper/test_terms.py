@@ -178,7 +178,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_broken_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     module, old, new, target, attribute, options = BROKEN[name]
-    monkeypatch.setattr(emulator, "PATIENCE", 0.5)
+    monkeypatch.setattr(emulator.machine, "PATIENCE", 0.5)
     monkeypatch.setattr(target, attribute, getattr(mutant(tmp_path, module, old, new), attribute))
     with pytest.raises((RuntimeError, AssertionError)):
         examine(Case("broken", b=1, hq=2, hkv=1, sq=300, sk=300, d=16, **options), late=True)

@@ -16,11 +16,29 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 
 from backlight.backends.intervals import tiles
-from backlight.backends.triton import dbias, delta, dkdv, dpair, dq, elastic, forward, fused, small, table, tangent
+from backlight.backends.triton import (
+    config,
+    dbias,
+    delta,
+    dkdv,
+    dpair,
+    dq,
+    elastic,
+    forward,
+    fused,
+    second_dbias,
+    second_dkdv,
+    second_dq,
+    second_rows,
+    small,
+    table,
+    tangent,
+)
 from backlight.backends.triton import launch as host
 from backlight.backends.triton.backward import backward
 from backlight.backends.triton.config import KernelConfig, kernels_of
 from backlight.backends.triton.device import Device
+from backlight.backends.triton.second import second
 from backlight.call import Call
 from backlight.config import override
 from backlight.spec import LEARNED, AttentionSpec
@@ -260,3 +278,27 @@ def test_tangents_compile_for_hopper(d: int, spec: dict[str, object], monkeypatc
     (found,) = (launched for launched in launches if launched.kernel.fn.__name__ == "_tangent_kernel")
     # nothing is spilled but, beside three terms, four numbers
     assert spilled(found.compile(SM90).asm) <= (16 if "bias" in spec else 0)
+
+
+# bytes of a thread: two accumulators of 128 columns leave too few registers for the addresses of four tiles that stay
+SPILLED = {"_second_dkdv_kernel": {64: 0, 128: 80}}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nvidia")
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("spec", [{}, {"causal": True}], ids=["full", "causal"])
+def test_second_derivatives_compile_for_hopper(d: int, spec: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Double backward: the tangent beside known results, rows, then kernels that own rows and keys."""
+    for module in (config, tangent):
+        monkeypatch.setattr(module, "device_of", lambda device: Device("a card", "sm_90", 227 * 1024))
+    call = call_of(d=d, **spec)
+    hats = {name: getattr(call, name) for name in ("q", "k", "v")}
+    y, lse = torch.zeros_like(call.q), torch.zeros(call.q.shape[:3])
+    with recorded(tangent, second_rows, second_dq, second_dkdv, second_dbias, small) as launches:
+        _, _, _, ty, tlse, _ = tangent.tangent(call, hats, (y, lse, None))
+        second(call, hats, (y, lse, None, ty, tlse, None), (None, None, y, None), frozenset(call.gradients))
+    names = [launched.kernel.fn.__name__ for launched in launches]
+    assert names == ["_tangent_known_kernel", "_second_rows_kernel", "_second_dq_kernel", "_second_dkdv_kernel"]
+    for name, launched in zip(names, launches, strict=True):
+        assert spilled(launched.compile(SM90).asm) <= SPILLED.get(name, {}).get(d, 0), name

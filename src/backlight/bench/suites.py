@@ -133,13 +133,16 @@ def terms(device: torch.device, quick: bool) -> Suite:
 
 
 def masks(device: torch.device, quick: bool) -> Suite:
-    """Masks by row intervals beside plain causal attention, and documents beside the packed call of the same lengths."""
+    """Masks by row intervals beside plain causal attention, and documents, by lengths and by ids, beside the packed call of the
+    same lengths."""
     on_gpu = device.type == "cuda"
     s, width, dtype = (16384, WIDTH, BF16) if on_gpu else (1024, 128, FP32)
     documents = tuple(length * s // 16384 for length in DOCUMENTS)
+    listed = ",".join(map(str, documents))
     drawn = {
         "causal as intervals": "prefix:0",
-        "documents": f"documents:{','.join(map(str, documents))}",
+        "documents": f"documents:{listed}",
+        "documents by ids": f"ids:{listed}",
         "prefix": f"prefix:{s // 4}",
         "rollouts": f"rollouts:{s // 4},{s // 16}",
     }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backlight import intervals
 from backlight._private.torch import register_pytree
-from backlight.arguments import check_device, check_tensor, check_whole, shown
+from backlight.arguments import check_device, check_flag, check_tensor, check_whole, shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,16 +24,23 @@ class Mask:
 
     rows: int32 [B or 1, Hq or 1, 2 or 4, Sk]: first, end and, of a second interval, first, end of each key.
     pos:  int32 [B or 1, Sq] or None: row i is compared as pos_i with the intervals, instead of as i.
+    borders: int32 [1 or 2, n] or None: the same said as packed sequences, by whoever knows that it is the same
+        (`documents(lengths=...)`). Borders of rows and, in a second line, of keys, over all batch entries of `rows`, one entry
+        after another. A call runs on kernels for packed sequences where it can.
+    causal: with borders, whether rows see only keys up to themselves.
     """
 
     rows: Tensor
     pos: Tensor | None = None
+    borders: Tensor | None = None
+    causal: bool = False
 
     def __post_init__(self) -> None:
         check_tensor("rows", self.rows, "[B, H, ends, Sk]")
         check_int32("rows", self.rows)
         if self.rows.shape[2] not in (2, 4):
             raise ValueError(f"rows must hold 2 or 4 ends of each key, [B, H, ends, Sk], got shape {shape_of(self.rows)}")
+        self._check_borders()
         if self.pos is None:
             return
         check_tensor("pos", self.pos, "[B, Sq]")
@@ -43,10 +50,23 @@ class Mask:
         if sizes[0] != sizes[1] and 1 not in sizes:
             raise ValueError(f"pos must have the batch size of rows, {sizes[0]}, or 1, got {sizes[1]}")
 
+    def _check_borders(self) -> None:
+        check_flag("causal", self.causal)
+        if self.borders is None:
+            return
+        check_tensor("borders", self.borders, "[sides, n]")
+        check_int32("borders", self.borders)
+        check_device("borders", self.borders, "rows", self.rows.device)
+        if self.borders.shape[0] not in (1, 2):
+            raise ValueError(f"borders must be of rows or of rows and keys, [1 or 2, n], got shape {shape_of(self.borders)}")
+        if self.pos is not None or self.rows.shape[1:3] != (1, 2):
+            raise ValueError("borders go with one interval for each key, the same for all heads, and without pos")
+
     @property
-    def state(self) -> dict[str, Tensor | None]:
-        """The tensors by name, for `torch.save`; `Mask(**state)` is the mask again."""
-        return {"rows": self.rows, "pos": self.pos}
+    def state(self) -> dict[str, Any]:
+        """What the mask is made of by name, for `torch.save`; `Mask(**state)` is the mask again."""
+        known = {} if self.borders is None else {"borders": self.borders, "causal": self.causal}
+        return {"rows": self.rows, "pos": self.pos, **known}
 
     @property
     def device(self) -> torch.device:
@@ -54,8 +74,19 @@ class Mask:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Mask:
         """The mask on another device."""
-        moved = [None if x is None else x.to(device, non_blocking=non_blocking) for x in (self.rows, self.pos)]
-        return Mask(*moved)  # type: ignore[arg-type]
+        rows, pos, borders = (None if x is None else x.to(device, non_blocking=non_blocking) for x in _leaves(self))
+        return Mask(rows, pos, borders, self.causal)  # type: ignore[arg-type]
+
+    def copy_(self, other: Mask) -> Mask:
+        """Another mask of the same shapes into the memory of this one: for a captured CUDA graph, which reads it there."""
+        if not isinstance(other, Mask):
+            raise TypeError(f"other must be a backlight.mask.Mask, got {shown(other)}")
+        if self.causal != other.causal or [*map(shape_of, _leaves(self))] != [*map(shape_of, _leaves(other))]:
+            raise ValueError(f"other must be like this mask, {self!r}, got {other!r}")
+        for own, new in zip(_leaves(self), _leaves(other), strict=True):
+            if own is not None:
+                own.copy_(new)
+        return self
 
     def dense(self, sq: int | None = None) -> Tensor:
         """Which row sees which key, bool [B or 1, Hq or 1, Sq, Sk], without causal, window and borders.
@@ -89,23 +120,36 @@ class Mask:
             if sq > self.pos.shape[1]:
                 raise ValueError(f"sq must be at most the number of positions, {self.pos.shape[1]}, got {sq}")
             return Mask(self.rows, self.pos[:, self.pos.shape[1] - sq :])
+        if sq == self.rows.shape[3]:
+            return self
         return Mask(intervals.shifted(self.rows, self.rows.shape[3] - sq))
 
     def __repr__(self) -> str:
         pos = "" if self.pos is None else f", pos {shape_of(self.pos)}"
-        return f"Mask(rows {shape_of(self.rows)}{pos}, {self.device})"
+        borders = "" if self.borders is None else f", borders {shape_of(self.borders)}{', causal' if self.causal else ''}"
+        return f"Mask(rows {shape_of(self.rows)}{pos}{borders}, {self.device})"
 
 
-def _tensors(mask: Mask) -> tuple[list[Any], None]:
+def _leaves(mask: Mask) -> tuple[Any, Any, Any]:
+    return mask.rows, mask.pos, mask.borders
+
+
+def _tensors(mask: Mask) -> tuple[list[Any], bool | None]:
+    """The leaves, and `causal` where the second of them are borders."""
+    if mask.borders is not None:
+        return [mask.rows, mask.borders], mask.causal
     return [mask.rows] if mask.pos is None else [mask.rows, mask.pos], None
 
 
-def _of_leaves(leaves: Any, _: None) -> Mask:
+def _of_leaves(leaves: Any, causal: bool | None) -> Mask:
     """Leaves may be anything: axes, specs, tensors of a transform. Nothing is checked."""
-    rows, *pos = leaves
+    rows, *others = leaves
+    second = others[0] if others else None
     mask = object.__new__(Mask)
     object.__setattr__(mask, "rows", rows)
-    object.__setattr__(mask, "pos", pos[0] if pos else None)
+    object.__setattr__(mask, "pos", second if causal is None else None)
+    object.__setattr__(mask, "borders", None if causal is None else second)
+    object.__setattr__(mask, "causal", bool(causal))
     return mask
 
 

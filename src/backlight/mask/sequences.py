@@ -37,7 +37,8 @@ def documents(
 
     ids: [S] or [B, S]: a document is a run of equal numbers; a number that comes back later begins another one. Keys with a
         negative number are padding, which no row sees.
-    lengths: instead of ids, [Z] or [B, Z]: documents one after another; what is left of `length` is padding.
+    lengths: instead of ids, [Z] or [B, Z]: documents one after another; what is left of `length` is padding. Such a mask knows
+        its borders, and calls run on the kernels of `attention_varlen` where they can (`explain` says so).
     length: S, with lengths; their sum where it is not said, for which the device of a tensor is waited for.
     causal: of rows and keys of the same positions. With `attention(..., causal=True)` it need not be said.
     """
@@ -51,24 +52,48 @@ def documents(
         # a sequence may begin with number 1, if its first id is not its last
         number = (numbers != numbers.roll(1, dims=1)).cumsum(dim=1, dtype=torch.int32)
         return _runs(number.contiguous(), numbers >= 0, causal)
+    totals = None
+    if length is None or not (isinstance(lengths, Tensor) or torch.compiler.is_compiling()):
+        totals = per_entry("lengths", lengths, "Z", "cpu").long().clamp(min=0).sum(dim=1)
     if length is None:
-        length = _total(per_entry("lengths", lengths, "Z", "cpu"))
+        assert totals is not None
+        length = int(totals.max()) if totals.numel() else 0
     check_length(length)
     each = per_entry("lengths", lengths, "Z", device)
-    number = _numbered(each, length)
-    return _runs(number, number < each.shape[1], causal)
+    ends = _ends(each, length, filled=totals is not None and bool((totals >= length).all()))
+    number = _numbered(ends[0, :, 1 : 1 + each.shape[1]], length)
+    found = _runs(number, number < each.shape[1], causal)
+    return Mask(found.rows, borders=_borders(ends, length), causal=causal) if length else found
 
 
-def _total(lengths: Tensor) -> int:
-    """The longest sum; a tensor's device is waited for."""
-    return int(lengths.clamp(min=0).sum(dim=1).max()) if lengths.numel() else 0
+def _ends(lengths: Tensor, length: int, filled: bool) -> Tensor:
+    """Where sequences end that are packed one after another, the first of them at 0, int64 [1, B, Z + 1], plus `length`.
+
+    Where documents may leave padding, [2, B, Z + 3]: two sequences more, first all rows of the padding and no key, then all
+    keys of it and no row. The lines are of rows and of keys.
+    """
+    batch, n = lengths.shape
+    sides, more = (1, 1) if filled else (2, 3)
+    own = torch.full((sides, batch, n + more), length, dtype=torch.int64, device=lengths.device)
+    own[..., 1 : n + 1].copy_(lengths).clamp_(0, length)
+    if not filled:
+        own[1, :, -2].zero_()
+    return own.cumsum(dim=2).clamp_(max=2 * length)
 
 
-def _numbered(lengths: Tensor, length: int) -> Tensor:
-    """Which document each position belongs to, int32 [B, length]; beyond the last, how many there are."""
-    ends = lengths.clamp(min=0).cumsum(dim=1)
-    own = torch.arange(length, device=lengths.device).expand(lengths.shape[0], -1).contiguous()
-    return torch.searchsorted(ends, own, right=True, out_int32=True)
+def _borders(ends: Tensor, length: int) -> Tensor:
+    """`Mask.borders` of `_ends`, entry after entry; between two of them lies a sequence without rows and keys."""
+    batch = ends.shape[1]
+    if batch == 1:
+        return (ends - length).to(torch.int32).flatten(1)
+    first = torch.arange(-length, (batch - 1) * length, length, device=ends.device)
+    return (ends + first[:, None]).to(torch.int32).flatten(1)
+
+
+def _numbered(ends: Tensor, length: int) -> Tensor:
+    """Which document each position belongs to, int32 [B, length]; beyond the last, how many there are. ends: plus `length`."""
+    own = torch.arange(length, 2 * length, device=ends.device).expand(ends.shape[0], -1).contiguous()
+    return torch.searchsorted(ends.contiguous(), own, right=True, out_int32=True)
 
 
 def _runs(number: Tensor, seen: Tensor, causal: bool) -> Mask:

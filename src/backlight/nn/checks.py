@@ -92,4 +92,4 @@ def held_mask(mask: Any, seen: int, held: int) -> Mask | None:
         return mask
     if mask.rows.shape[3] != seen:
         raise ValueError(f"mask must be of the {seen} keys that the cache has seen with those of x, got {mask.rows.shape[3]}")
-    return Mask(mask.rows[..., seen - held :], mask.pos)
+    return mask if seen == held else Mask(mask.rows[..., seen - held :], mask.pos)

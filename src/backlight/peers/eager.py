@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,46 +20,50 @@ def attention(call: Call) -> Callable[..., Tensor]:
     geometry = {z: _geometry(call, z) for z in (segments if call.varlen else segments[:1])}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None, **terms: Tensor) -> Tensor:
+        given = _Terms(**terms)
         if call.group > 1:
             k, v = k.repeat_interleave(call.group, 1), v.repeat_interleave(call.group, 1)
         if not call.varlen:
-            return gated(_dense(call, q, k, v, *geometry[segments[0]], **terms), gate)
+            return gated(_dense(call, q, k, v, geometry[segments[0]], given), gate)
         parts = [
-            _dense(call, q[:, :, z.q0 : z.q1], k[:, :, z.k0 : z.k1], v[:, :, z.k0 : z.k1], *geometry[z], **terms)
-            for z in segments
+            _dense(call, q[:, :, z.q0 : z.q1], k[:, :, z.k0 : z.k1], v[:, :, z.k0 : z.k1], geometry[z], given) for z in segments
         ]
         return gated(torch.cat(parts, dim=2), gate)
 
     return attend
 
 
-def _geometry(call: Call, z: Segment) -> tuple[Tensor | None, Tensor | None, Tensor]:
+class _Geometry(NamedTuple):
     """What is hidden [Sq,Sk], the table column of each pair [Sq,Sk], and the number of visible keys [Sq,1].
 
     Under a mask the first and the last are those of each head, [B or 1, Hq or 1, Sq, ...].
     """
+
+    hidden: Tensor | None
+    column: Tensor | None
+    n: Tensor
+
+
+def _geometry(call: Call, z: Segment) -> _Geometry:
     spec, device = call.spec, call.q.device
     hidden = ~spec.allowed(z.sq, z.sk, device) if spec.masked else None
     column = spec.distance(0, z.sq, 0, z.sk, z.sq, z.sk, device) + spec.bias_origin if spec.bias else None
     if call.rows is None:
-        return hidden, column, spec.visible_counts(z.sq, z.sk, device)[:, None]
+        return _Geometry(hidden, column, spec.visible_counts(z.sq, z.sk, device)[:, None])
     seen = intervals.visible_heads(call, z)[None] if call.varlen else intervals.visible_whole(call)
-    return ~seen, column, seen.sum(dim=-1, keepdim=True).clamp(min=1)
+    return _Geometry(~seen, column, seen.sum(dim=-1, keepdim=True).clamp(min=1))
 
 
-def _dense(
-    call: Call,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    hidden: Tensor | None,
-    column: Tensor | None,
-    n: Tensor,
-    bias: Tensor | None = None,
-    sink: Tensor | None = None,
-    tau: Tensor | None = None,
-    pair_bias: Tensor | None = None,
-) -> Tensor:
+class _Terms(NamedTuple):
+    bias: Tensor | None = None
+    sink: Tensor | None = None
+    tau: Tensor | None = None
+    pair_bias: Tensor | None = None
+
+
+def _dense(call: Call, q: Tensor, k: Tensor, v: Tensor, geometry: _Geometry, terms: _Terms) -> Tensor:
+    hidden, column, n = geometry
+    bias, sink, tau, pair_bias = terms
     s = (q @ k.mT).to(call.accumulator_dtype) * call.scale
     if call.spec.softcap is not None:
         s = call.spec.softcap * torch.tanh(s / call.spec.softcap)

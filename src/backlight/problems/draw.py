@@ -181,6 +181,8 @@ def _rollouts_of(lengths: tuple[int, ...], rows: int, keys: int) -> list[Tensor]
 Below = Callable[..., Tensor]
 LENGTHS: dict[str, Callable[[tuple[int, ...], int, int], list[Tensor]]] = {
     "documents": _documents_of,
+    # the same intervals, of a mask that does not know the lengths
+    "ids": _documents_of,
     "prefix": _prefix_of,
     "rollouts": _rollouts_of,
 }

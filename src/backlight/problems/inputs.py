@@ -10,18 +10,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from backlight.mask import Mask
-from backlight.problems import checks
+from backlight.problems import checks, draw
 from backlight.problems.axes import Sizes, with_tensors
-from backlight.problems.draw import (
-    call_of,
-    mask_terms,
-    normal,
-    pair_bias_term,
-    parameter_dtype,
-    repeated,
-    settle,
-    terms_to_draw,
-)
 from backlight.problems.problem import Problem
 from backlight.problems.recipes import RECIPES
 from backlight.spec import TERM_NAMES, AttentionSpec
@@ -109,17 +99,17 @@ def make(
     device = checks.usable_device(device)
     checks.check_room(sizes, device)
     chosen = _chosen(spec, given, sizes.heads, dtype)
-    names = ("q", "k", "v", "dy", *terms_to_draw(spec, chosen))
-    drawn = normal(sizes, names, dtype=dtype, seed=seed, wide=torch.float32)
+    names = ("q", "k", "v", "dy", *draw.terms_to_draw(spec, chosen))
+    drawn = draw.normal(sizes, names, dtype=dtype, seed=seed, wide=torch.float32)
     drawn["q"], drawn["k"] = RECIPES[recipe](drawn["q"], drawn["k"], spec.resolve_scale(sizes.dim))
-    chosen = mask_terms(spec, sizes, DRAWN_MASK, seed) | chosen
+    chosen = draw.mask_terms(spec, sizes, DRAWN_MASK, seed) | chosen
     if spec.pair_bias and "pair_bias" not in chosen:
-        chosen["pair_bias"] = pair_bias_term(sizes, given.get("pair_bias") or DRAWN_PAIRS, dtype, seed)
-    placed = settle(drawn, dtype, device) | {name: x.to(device) for name, x in chosen.items()}
+        chosen["pair_bias"] = draw.pair_bias_term(sizes, given.get("pair_bias") or DRAWN_PAIRS, dtype, seed)
+    placed = draw.settle(drawn, dtype, device) | {name: x.to(device) for name, x in chosen.items()}
     if cu_q is not None and cu_k is not None:
         same, cu_q = cu_k is cu_q, cu_q.to(device)
         cu_k = cu_q if same else cu_k.to(device)
-    call = call_of(spec, placed, cu_q, cu_k)
+    call = draw.call_of(spec, placed, cu_q, cu_k)
     checks.check_call(call)
     return Problem(call, placed["dy"], None, recipe, seed)
 
@@ -154,7 +144,7 @@ def _chosen(spec: AttentionSpec, terms: dict[str, Any], heads: int, dtype: torch
     chosen = {name: terms[name] for name in spec.terms if isinstance(terms.get(name), Tensor)}
     if spec.tau and "tau" not in chosen:
         tau = terms.get("tau")
-        chosen["tau"] = repeated(TAU_CYCLE if tau is None else (tau,), heads).to(parameter_dtype(dtype))
+        chosen["tau"] = draw.repeated(TAU_CYCLE if tau is None else (tau,), heads).to(draw.parameter_dtype(dtype))
     return chosen
 
 

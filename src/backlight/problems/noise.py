@@ -42,21 +42,23 @@ def _dpair_bias_squares(ds, pair_bias):
     return STAGES["dpair_bias"].compute(ds**2, pair_bias)
 
 
+def wobble(ratio: float, q: Tensor, k: Tensor, scale: float, lse: Tensor) -> Tensor:
+    """By how many eps a weight may move, given the numbers behind its logit and its lse; `ratio` = accumulator eps / eps."""
+    behind = scale * (q**2 @ (k**2).mT).sqrt() + lse.masked_fill(torch.isinf(lse), 0).abs()[:, None]
+    return 1 + ratio * behind
+
+
 def _squares(ratio: float) -> dict[str, Stage]:
     """Stages whose values are sums of squared summands; `ratio` = accumulator eps / eps.
 
     `ds` carries the size of its two summands; the row-coherent error of delta reaches dq as a vector, hence delta * (p k).
     """
 
-    def wobble(q, k, scale, lse):
-        behind = scale * (q**2 @ (k**2).mT).sqrt() + lse.masked_fill(torch.isinf(lse), 0).abs()[:, None]
-        return 1 + ratio * behind
-
     def ds(p, m, dp, delta, q, k, scale, lse):
-        return p * wobble(q, k, scale, lse) * ((m * dp).abs() + delta.abs()[:, None])
+        return p * wobble(ratio, q, k, scale, lse) * ((m * dp).abs() + delta.abs()[:, None])
 
     def weights(a, p, q, k, scale, lse):
-        return a**2 + (p * (wobble(q, k, scale, lse) - 1)) ** 2
+        return a**2 + (p * (wobble(ratio, q, k, scale, lse) - 1)) ** 2
 
     def y(a, p, q, k, scale, lse, v, gate):
         return (weights(a, p, q, k, scale, lse) @ v**2) * _weight(gate) ** 2

@@ -15,6 +15,8 @@ from backlight.call import Call, Memory
 MAX_HEAD_DIM = 256
 # with tau: o and u of a row do not fit into registers beyond
 MAX_TAU_DIM = 128
+# in forward mode: neither do o and its tangent
+MAX_TANGENT_DIM = 128
 CAPABILITY = (9, 0)
 # coordinates of TMA have 32 bits; rows of a head are padded to whole blocks
 MAX_ROWS = 1 << 31
@@ -74,6 +76,7 @@ class HopperBackend:
     name = "hopper"
     summary = "Hopper GPUs (sm_90), fp16 bf16: TMA and wgmma, FlashAttention-3's structure"
     takes = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "rows", "packed"})
+    derivatives = dict.fromkeys(("tangent",), frozenset({"causal", "window", "packed"}))
 
     def available(self) -> tuple[str, ...]:
         return missing()
@@ -118,6 +121,16 @@ class HopperBackend:
                     )
         return tuple(reasons)
 
+    def why_not_differentiated(self, what: str, call: Call) -> tuple[str, ...]:
+        from backlight.backends.hopper.config import padded
+
+        d, dv = call.q.shape[-1], call.v.shape[-1]
+        if max(d, dv) > MAX_TANGENT_DIM:
+            return (f"tangents with head dimension {max(d, dv)} above {MAX_TANGENT_DIM}",)
+        if padded(d) != padded(dv):
+            return (f"tangents with head dimensions {d} and {dv}, whose tiles differ",)
+        return ()
+
     def config(self, call: Call) -> dict[str, object]:
         from backlight.backends.hopper.config import backward_config, dq_config, elastic_config, forward_config
 
@@ -140,9 +153,20 @@ class HopperBackend:
         _, backward, replayed, _ = host()
         return replayed(backward, call, (y, lse, u, dy, dlse), needs)
 
+    @torch.no_grad()
+    def tangent(self, call: Call, tangents: dict[str, Tensor], known: tuple[Any, ...] | None) -> tuple[Any, ...]:
+        """What is known is returned as it came, and computed again beside its tangent."""
+        from backlight.backends.hopper.tangent.host import tangent
+        from backlight.backends.replaying.program import replayed
+
+        y, lse, ty, tlse = replayed(tangent, call, tuple(map(tangents.get, ("q", "k", "v"))), None)
+        if known is not None:
+            y, lse, _ = known
+        return y, lse, None, ty, tlse, None
+
     def replay(self, call: Call, tensors: tuple[Tensor | None, ...], choice: Any) -> Callable[..., Any] | None:
         """The program of a direction; borders of packed sequences are values, which a program does not check."""
-        if call.varlen:
+        if call.varlen and not call.trusted:
             return None
         forward, backward, _, known = host()
         program = known(backward if tensors else forward, call, tensors, choice)

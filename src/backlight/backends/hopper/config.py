@@ -149,7 +149,7 @@ def is_masked(call: Call) -> bool:
     return call.spec.masked or call.rows is not None
 
 
-def heads_together(call: Call, config: ForwardConfig) -> int:
+def heads_together(call: Call, config: ForwardConfig | TangentConfig) -> int:
     """Query heads whose row blocks interleave under a mask: a divisor of all heads.
 
     Longest rows of several heads first: balanced to the end, and CTAs that run at one time read the same part of few K and V.
@@ -157,6 +157,44 @@ def heads_together(call: Call, config: ForwardConfig) -> int:
     total = call.q.shape[0] * call.q.shape[1]
     limit = config.together or (TOGETHER if is_masked(call) or call.varlen else 1)
     return max(n for n in range(1, min(limit, total) + 1) if total % n == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TangentConfig:
+    """`consumers` warpgroups of 64 rows, blocks of `block_n` keys; options of the same name are those of `ForwardConfig`.
+
+    ahead: 1: s of a block is multiplied behind the outputs of the block before; 2: s and ts are multiplied in front of them,
+           which takes more registers; 0: both after them.
+    lazy:  a row keeps its maximum until it is exceeded 2^8 times, so that sums are seldom rescaled (bf16: float16 has no room).
+    """
+
+    block_n: int
+    consumers: int
+    stages: int = 2
+    pingpong: bool = False
+    ahead: int = 1
+    lazy: bool = False
+    persistent: bool = True
+    together: int = 0
+    drawn: bool = True
+
+    def __post_init__(self) -> None:
+        if 2 * self.stages + self.pingpong * self.consumers > 8:
+            raise ValueError(f"{self} needs more than the 8 named barriers that are free")
+
+    @property
+    def block_m(self) -> int:
+        return 64 * self.consumers
+
+
+def tangent_config(call: Call) -> TangentConfig:
+    return resolve("hopper.tangent", lambda: tangent_heuristic(call))
+
+
+def tangent_heuristic(call: Call) -> TangentConfig:
+    width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
+    # both ends of a window need registers, and wide heads leave none
+    return TangentConfig(128 if width <= 64 and call.spec.left is None else 64, 2, pingpong=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,40 +12,16 @@ of either. An entry is KINDS times the number of the other tile plus what is to 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
+
+from backlight.backends.intervals.arguments import Rows, Sequence, Sizes
 
 # rows below every one and beyond every one; differences of two of them stay within 32 bits
 NO_ROW = tl.constexpr(1 << 30)
 # what a visited tile has to compare: rows with the first of each interval, its end, its hole; positions with causal and window
-FIRST = tl.constexpr(1)
-END = tl.constexpr(2)
-HOLE = tl.constexpr(4)
-GEOMETRY = tl.constexpr(8)
+FIRST, END, HOLE, GEOMETRY = (tl.constexpr(1 << bit) for bit in range(4))
 KINDS = tl.constexpr(16)
-
-
-class Packing(NamedTuple):
-    """Borders of packed sequences, and the first row tile and key tile of each."""
-
-    cu_q: Any
-    cu_k: Any
-    cu_row_tiles: Any
-    cu_key_tiles: Any
-
-
-class Sequence(NamedTuple):
-    """The sequence of a tile: its first row, its rows and keys, its first tiles, and the tile's number inside it."""
-
-    q_start: Any
-    k_start: Any
-    sq: Any
-    sk: Any
-    row_tile: Any
-    key_tile: Any
-    tile: Any
 
 
 @triton.jit
@@ -86,13 +62,12 @@ def sequence_of(tile, packing, sq, sk, n_segments, VARLEN: tl.constexpr, OF_ROWS
 
 
 @triton.jit
-def folded_interval(rows_ptr, end_stride, which, key, own, exists, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-                    POS: tl.constexpr):  # fmt: skip
+def folded_interval(rows, which, key, own, exists, sizes, V: tl.constexpr):
     """[first, end) of one interval of keys (eq. 62), (NO_ROW, 0) where it holds no row (with POS (NO_ROW, -NO_ROW))."""
-    first = tl.load(rows_ptr + 2 * which * end_stride, mask=exists, other=0)
-    end = tl.load(rows_ptr + (2 * which + 1) * end_stride, mask=exists, other=0)
+    first = tl.load(rows.ptr + 2 * which * rows.end, mask=exists, other=0)
+    end = tl.load(rows.ptr + (2 * which + 1) * rows.end, mask=exists, other=0)
     nobody = 0
-    if POS:
+    if V.POS:
         nobody = -NO_ROW
         first = tl.maximum(first, -NO_ROW)
         end = tl.minimum(end, NO_ROW)
@@ -100,23 +75,22 @@ def folded_interval(rows_ptr, end_stride, which, key, own, exists, left, right, 
         first = tl.maximum(first, own.q_start) - own.q_start
         end = tl.minimum(tl.maximum(end, own.q_start) - own.q_start, own.sq)
         shift = own.sk - own.sq
-        if RIGHT:
-            first = tl.maximum(first, key - right - shift)
-        if LEFT:
-            end = tl.minimum(end, key + left + 1 - shift)
+        if V.RIGHT:
+            first = tl.maximum(first, key - sizes.right - shift)
+        if V.LEFT:
+            end = tl.minimum(end, key + sizes.left + 1 - shift)
     holds = exists & (first < end)
     return tl.where(holds, first, NO_ROW), tl.where(holds, end, nobody)
 
 
 @triton.jit
-def folded_intervals(rows_ptr, end_stride, key, own, exists, left, right, W: tl.constexpr, LEFT: tl.constexpr,
-                     RIGHT: tl.constexpr, POS: tl.constexpr):  # fmt: skip
+def folded_intervals(rows, key, own, exists, sizes, V: tl.constexpr):
     """(first, end, hole, hole_end) of keys; without a second interval the hole is not one."""
-    first, end = folded_interval(rows_ptr, end_stride, 0, key, own, exists, left, right, LEFT, RIGHT, POS)
+    first, end = folded_interval(rows, 0, key, own, exists, sizes, V)
     hole = first
     hole_end = end
-    if W == 2:
-        other, other_end = folded_interval(rows_ptr, end_stride, 1, key, own, exists, left, right, LEFT, RIGHT, POS)
+    if V.W == 2:
+        other, other_end = folded_interval(rows, 1, key, own, exists, sizes, V)
         # eq. 61
         swap = other < first
         lower = tl.where(swap, other, first)
@@ -136,44 +110,40 @@ def folded_intervals(rows_ptr, end_stride, key, own, exists, left, right, W: tl.
 )
 def _fold_kernel(
     rows_ptr, batch_stride, head_stride, end_stride, key_stride, folded_ptr, extremes_ptr, packing,
-    sq, sk, n_segments, mask_heads, left, right,
-    W: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, VARLEN: tl.constexpr, POS: tl.constexpr, BN: tl.constexpr,
+    sq, sk, n_segments, mask_heads, left, right, V: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Intervals of a key tile, and the smallest and largest of their ends and of those of their holes (eq. 64):
     extremes [masks, key tiles + 1, w, 4]."""
     tile = tl.program_id(0)
     m = tl.program_id(1)
-    _own, first, end, hole, hole_end = fold_tile(
-        rows_ptr, batch_stride, head_stride, end_stride, key_stride, folded_ptr, packing,
-        sq, sk, n_segments, mask_heads, left, right, W, LEFT, RIGHT, VARLEN, POS, BN,
-    )  # fmt: skip
-    extremes_ptr += (tl.cast(m, tl.int64) * tl.num_programs(0) + tile) * (4 * W)
+    rows = Rows(rows_ptr, batch_stride, head_stride, end_stride, key_stride)
+    sizes = Sizes(sq, sk, n_segments, mask_heads, left, right)
+    _own, first, end, hole, hole_end = fold_tile(rows, folded_ptr, packing, sizes, V, BN)
+    extremes_ptr += (tl.cast(m, tl.int64) * tl.num_programs(0) + tile) * (4 * V.W)
     store_extremes(extremes_ptr, first, end)
-    if W == 2:
+    if V.W == 2:
         store_extremes(extremes_ptr + 4, hole, hole_end)
 
 
 @triton.jit
-def fold_tile(
-    rows_ptr, batch_stride, head_stride, end_stride, key_stride, folded_ptr, packing,
-    sq, sk, n_segments, mask_heads, left, right,
-    W: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, VARLEN: tl.constexpr, POS: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+def fold_tile(rows, folded_ptr, packing, sizes, V: tl.constexpr, BN: tl.constexpr):
     """(the sequence of the program's key tile, first, end, hole, hole_end of its keys), which are stored."""
     tile = tl.program_id(0)
     m = tl.program_id(1)
     tiles = tl.num_programs(0)
     last = tile == tiles - 1
-    own = sequence_of(tl.minimum(tile, tiles - 2), packing, sq, sk, n_segments, VARLEN, False)
+    own = sequence_of(tl.minimum(tile, tiles - 2), packing, sizes.sq, sizes.sk, sizes.n_segments, V.VARLEN, False)
     lanes = tl.arange(0, BN)
     key = own.tile * BN + lanes
     # without any key the tile before the last has keys below 0
     exists = key < tl.where(last, -NO_ROW, own.sk)
-    rows_ptr += tl.cast(m // mask_heads, tl.int64) * batch_stride + tl.cast(m % mask_heads, tl.int64) * head_stride
-    rows_ptr += (own.k_start + key).to(tl.int64) * key_stride
-    first, end, hole, hole_end = folded_intervals(rows_ptr, end_stride, key, own, exists, left, right, W, LEFT, RIGHT, POS)
-    folded_ptr += (tl.cast(m, tl.int64) * tiles + tile) * (2 * W * BN) + lanes
-    if W == 2:
+    offset = tl.cast(m // sizes.mask_heads, tl.int64) * rows.batch + tl.cast(m % sizes.mask_heads, tl.int64) * rows.head
+    rows_ptr = rows.ptr + offset
+    rows_ptr += (own.k_start + key).to(tl.int64) * rows.key
+    own_rows = Rows(rows_ptr, rows.batch, rows.head, rows.end, rows.key)
+    first, end, hole, hole_end = folded_intervals(own_rows, key, own, exists, sizes, V)
+    folded_ptr += (tl.cast(m, tl.int64) * tiles + tile) * (2 * V.W * BN) + lanes
+    if V.W == 2:
         tl.store(folded_ptr + 2 * BN, hole)
         tl.store(folded_ptr + 3 * BN, hole_end)
     tl.store(folded_ptr, first)
@@ -191,8 +161,7 @@ def store_extremes(ptr, first, end):
 
 @triton.jit(do_not_specialize=["batch_stride", "sq", "sk", "n_segments"])
 def _order_kernel(
-    pos_ptr, batch_stride, row_stride, held_ptr, order_ptr, packing, sq, sk, n_segments,
-    VARLEN: tl.constexpr, BM: tl.constexpr,
+    pos_ptr, batch_stride, row_stride, made, packing, sq, sk, n_segments, VARLEN: tl.constexpr, BM: tl.constexpr
 ):  # fmt: skip
     """pos as kernels compare it, held [B|1, Sq], and the smallest and largest of each row tile: order [B|1, row tiles, 2].
 
@@ -206,8 +175,8 @@ def _order_kernel(
     b = tl.cast(tl.program_id(1), tl.int64)
     pos_ptr += b * batch_stride + (own.q_start + row).to(tl.int64) * row_stride
     pos = tl.minimum(tl.maximum(tl.load(pos_ptr, mask=exists, other=0), -NO_ROW), NO_ROW - 1)
-    tl.store(held_ptr + b * sq + own.q_start + row, pos, mask=exists)
-    at = order_ptr + (b * tl.num_programs(0) + tile) * 2
+    tl.store(made.held_ptr + b * sq + own.q_start + row, pos, mask=exists)
+    at = made.order_ptr + (b * tl.num_programs(0) + tile) * 2
     tl.store(at, tl.min(tl.where(exists, pos, NO_ROW), 0))
     tl.store(at + 1, tl.max(tl.where(exists, pos, -NO_ROW), 0))
 
@@ -255,39 +224,36 @@ def appended(live_ptr, most, partial, full, other, exists, empty, kind):
 
 
 @triton.jit
-def geometric(row, row_end, key, own, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, BN: tl.constexpr):
+def geometric(row, row_end, key, own, left, right, V: tl.constexpr, BN: tl.constexpr):
     """(whether rows [row, row_end) see nothing of the BN keys from `key` on, all of them) by causal and window (eq. 30)."""
     shift = own.sk - own.sq
     key_end = tl.minimum(key + BN, own.sk)
     empty = key >= own.sk
     full = key + BN <= own.sk
-    if RIGHT:
+    if V.RIGHT:
         empty = empty | (key > row_end - 1 + shift + right)
         full = full & (key_end - 1 <= row + shift + right)
-    if LEFT:
+    if V.LEFT:
         empty = empty | (key_end - 1 < row + shift - left)
         full = full & (key >= row_end - 1 + shift - left)
     return empty, full
 
 
 @triton.jit(
-    do_not_specialize=[
-        *("order_stride", "sq", "sk", "n_segments", "mask_heads", "left", "right", "key_tiles", "row_tiles", "most"),
-    ]
+    do_not_specialize=["order_stride", "sq", "sk", "n_segments", "mask_heads", "left", "right", "key_tiles", "most"],
 )
 def _live_kernel(
     extremes_ptr, order_ptr, order_stride, live_ptr, counts_ptr, packing,
-    sq, sk, n_segments, mask_heads, left, right, key_tiles, row_tiles, most,
-    W: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, VARLEN: tl.constexpr, POS: tl.constexpr,
-    OF_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
+    sq, sk, n_segments, mask_heads, left, right, key_tiles, most,
+    V: tl.constexpr, OF_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The list of the tiles to visit, for the program that owns a row tile (OF_ROWS) or a key tile."""
     tile = tl.program_id(0)
     m = tl.program_id(1)
-    own = sequence_of(tile, packing, sq, sk, n_segments, VARLEN, OF_ROWS)
+    own = sequence_of(tile, packing, sq, sk, n_segments, V.VARLEN, OF_ROWS)
     at = tl.cast(m, tl.int64) * tl.num_programs(0) + tile
     live_ptr += at * most
-    extremes_ptr += (tl.cast(m, tl.int64) * (key_tiles + 1) + own.key_tile) * (4 * W)
+    extremes_ptr += (tl.cast(m, tl.int64) * (key_tiles + 1) + own.key_tile) * (4 * V.W)
     order_ptr += (m // mask_heads) * order_stride + own.row_tile * 2
     # a tile beyond the last sequence begins beyond its rows or keys
     if OF_ROWS:
@@ -309,12 +275,12 @@ def _live_kernel(
         row_end = tl.minimum(row + BM, own.sq)
         first_row = row
         end_row = row_end
-        if POS:
+        if V.POS:
             first_row = tl.load(order_ptr + row_tile * 2, mask=exists, other=NO_ROW)
             end_row = tl.load(order_ptr + row_tile * 2 + 1, mask=exists, other=-NO_ROW) + 1
-        empty, kind = compared(extremes_ptr + key_tile * (4 * W), exists, first_row, end_row, W)
-        if POS and (LEFT or RIGHT):
-            far, near = geometric(row, row_end, key_tile * BN, own, left, right, LEFT, RIGHT, BN)
+        empty, kind = compared(extremes_ptr + key_tile * (4 * V.W), exists, first_row, end_row, V.W)
+        if V.POS and (V.LEFT or V.RIGHT):
+            far, near = geometric(row, row_end, key_tile * BN, own, left, right, V, BN)
             empty = empty | far
             kind = tl.where(near, kind, kind + GEOMETRY)
         partial, full = appended(live_ptr, most, partial, full, other, exists, empty, kind)
@@ -335,8 +301,7 @@ def _live_kernel(
 def _key_lists_kernel(
     rows_ptr, batch_stride, head_stride, end_stride, key_stride, folded_ptr, live_ptr, counts_ptr, packing,
     sq, sk, n_segments, mask_heads, left, right, most, total_ptr, total_at,
-    W: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, VARLEN: tl.constexpr,
-    TOTAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
+    V: tl.constexpr, TOTAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """`_fold_kernel` and `_live_kernel` of a key tile in one: the row tiles that see it follow from its own intervals alone.
 
@@ -344,10 +309,9 @@ def _key_lists_kernel(
     """
     tile = tl.program_id(0)
     m = tl.program_id(1)
-    own, first, end, hole, hole_end = fold_tile(
-        rows_ptr, batch_stride, head_stride, end_stride, key_stride, folded_ptr, packing,
-        sq, sk, n_segments, mask_heads, left, right, W, LEFT, RIGHT, VARLEN, False, BN,
-    )  # fmt: skip
+    rows = Rows(rows_ptr, batch_stride, head_stride, end_stride, key_stride)
+    sizes = Sizes(sq, sk, n_segments, mask_heads, left, right)
+    own, first, end, hole, hole_end = fold_tile(rows, folded_ptr, packing, sizes, V, BN)
     outer = tl.min(first, 0), tl.max(first, 0), tl.min(end, 0), tl.max(end, 0)
     inner = tl.min(hole, 0), tl.max(hole, 0), tl.min(hole_end, 0), tl.max(hole_end, 0)
     at = tl.cast(m, tl.int64) * tl.num_programs(0) + tile
@@ -360,7 +324,7 @@ def _key_lists_kernel(
     for start in range(begin, n, CHUNK):
         other = start + tl.arange(0, CHUNK)
         row = other * BM
-        empty, kind = classified(outer, inner, row, tl.minimum(row + BM, own.sq), W)
+        empty, kind = classified(outer, inner, row, tl.minimum(row + BM, own.sq), V.W)
         partial, full = appended(live_ptr, most, partial, full, other, other < n, empty, kind)
     tl.store(counts_ptr + at * 2, partial)
     tl.store(counts_ptr + at * 2 + 1, full)

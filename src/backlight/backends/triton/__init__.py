@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -53,10 +53,12 @@ class TritonBackend:
     takes = frozenset(
         {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed", "part"}
     )
-    derivatives = dict.fromkeys(
-        ("tangent",),
-        frozenset({"causal", "window", "softcap", "bias", "sink", "gate", "pair_bias", "rows", "pos", "packed", "part"}),
-    )
+    # a new term has no derivatives until it is named here too
+    twice = frozenset({"causal", "window", "softcap", "bias", "sink", "gate", "rows", "pos", "packed"})
+    derivatives: ClassVar[dict[str, frozenset[str]]] = {
+        "tangent": twice | {"pair_bias", "part"},
+        "second": twice,
+    }
 
     def available(self) -> tuple[str, ...]:
         if not installed():
@@ -108,9 +110,29 @@ class TritonBackend:
         with torch.no_grad():
             return tangent(call, tangents, known)
 
+    def why_not_differentiated(self, what: str, call: Call) -> tuple[str, ...]:
+        if what != "second":
+            return ()
+        from backlight.backends.triton.config import why_no_second
+
+        return why_no_second(call)
+
+    def second(
+        self,
+        call: Call,
+        tangents: dict[str, Tensor],
+        results: tuple[Any, ...],
+        incoming: tuple[Any, ...],
+        needs: frozenset[str],
+    ) -> dict[str, Tensor]:
+        from backlight.backends.triton.second import second
+
+        with torch.no_grad():
+            return second(call, tangents, results, incoming, needs)
+
     def replay(self, call: Call, tensors: tuple[Tensor | None, ...], choice: Any) -> Callable[..., Any] | None:
         """The program of a direction; borders of packed sequences are values, which a program does not check."""
-        if call.varlen or call.part is not None or interpreting():
+        if (call.varlen and not call.trusted) or call.part is not None or interpreting():
             return None
         forward, backward, _, known = host()
         dtype = call.q.dtype

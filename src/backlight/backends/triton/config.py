@@ -78,6 +78,19 @@ def key_kernels(call: Call) -> tuple[str, ...]:
     return ("dkdv",) if width_of(call) <= 128 or call.q.dtype == torch.float32 else ("dv", "dk")
 
 
+def second_key_kernels(call: Call) -> tuple[str, ...]:
+    """`key_kernels` of second derivatives; in fp32 too, two accumulators of wide heads are too many."""
+    return ("second_dkdv",) if width_of(call) <= 128 else ("second_dv", "second_dk")
+
+
+def why_no_second(call: Call) -> tuple[str, ...]:
+    """Reasons a card has no room for second derivatives of a call."""
+    shared = device_of(call.q.device).shared
+    if call.q.dtype != torch.float32 or width_of(call) <= 128 or shared >= LARGE:
+        return ()
+    return (f"has no second derivative in fp32 of heads wider than 128 with {shared // KIB} KiB of shared memory",)
+
+
 def kernels_of(call: Call) -> tuple[str, ...]:
     """The kernels with a configuration that a call and its backward launch, in order."""
     forward = ("forward",) if call.tau is None else ("lse", "elastic")
@@ -166,6 +179,8 @@ def entry(table: Mapping[str, KernelConfig], kernel: str, call: Call) -> KernelC
 def heuristic(kernel: str, call: Call, device: Device) -> KernelConfig:
     """Tiles that fit into the device's shared memory."""
     width = width_of(call)
+    if kernel.startswith("second"):
+        return _second(kernel, width, call, device.shared)
     if call.q.dtype == torch.float32:
         return _unrolled(kernel, width, device.arch)
     if call.pair_bias is not None and device.shared >= LARGE and kernel != "dbias":
@@ -232,3 +247,21 @@ def _usual(kernel: str, width: int, call: Call, shared: int) -> KernelConfig:
     if shared >= MIDDLE:
         return KernelConfig(64, 64, 8 if heavy and (width > 64 or kernel == "dbias") else 4, 2)
     return KernelConfig(64, 64, 8, 1) if kernel == "dbias" and width > 64 else KernelConfig(64, 64, 4, 2)
+
+
+def _second(kernel: str, width: int, call: Call, shared: int) -> KernelConfig:
+    """Second derivatives keep four tiles of scores in registers, a softcap two more, and twice the tensors in shared memory."""
+    if call.q.dtype == torch.float32:
+        # products of fp32 are unrolled: larger tiles spill thousands of bytes even of narrow heads
+        return KernelConfig(16, 16, 8, 1)
+    if width > 128:
+        return KernelConfig(32, 32, 8, 1) if shared >= LARGE else KernelConfig(16, 16, 4, 1)
+    narrow = width <= 64
+    if kernel == "second_dbias":
+        return KernelConfig(64, 64, 8, 1) if narrow and shared >= MIDDLE else KernelConfig(32, 64, 8, 1)
+    if shared < LARGE:
+        return KernelConfig(32, 32, 4, 2 if shared >= MIDDLE else 1)
+    step = 64 if narrow and call.spec.softcap is None else 32
+    if kernel == "second_dq":
+        return KernelConfig(128, step, 8, 2, tma=True)
+    return KernelConfig(step, 128, 8, 2, tma=True, direct=True)

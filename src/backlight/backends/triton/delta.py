@@ -1,7 +1,7 @@
 """Backward pre-pass: everything that is known per row before any tile is visited."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,12 +35,33 @@ class RowState(NamedTuple):
         return self.minus_lse2.shape[-1] // 16
 
 
+class Given(NamedTuple):
+    """What the pre-pass reads: rows of y, dy, u, gate, and the rest by pointers; dlse is None where there is none."""
+
+    y: Any
+    dy: Any
+    u: Any
+    gate: Any
+    lse_ptr: Any
+    dlse_ptr: Any
+    tau_ptr: Any
+    sink_ptr: Any
+
+
+class Made(NamedTuple):
+    """What it makes: rows of do and dgate, `RowState` by pointers, and parts of dtau and dsink."""
+
+    do: Any
+    dgate: Any
+    minus_lse2_ptr: Any
+    delta_ptr: Any
+    share_ptr: Any
+    dtau_ptr: Any
+    dsink_ptr: Any
+
+
 @triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
-def _delta_kernel(
-    y_rows, dy_rows, u_rows, gate_rows, do_rows, dgate_rows, lse_ptr, dlse_ptr, tau_ptr, sink_ptr, minus_lse2_ptr, delta_ptr,
-    share_ptr, dtau_ptr, dsink_ptr, pitch16, packing, geometry, sq, sk, n_segments,
-    V: tl.constexpr, HAS_DLSE: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
+def _delta_kernel(given, made, pitch16, packing, geometry, sq, sk, n_segments, V: tl.constexpr, BM: tl.constexpr):
     """do and dgate (eq. 18), delta - dlse (eq. 20, 27, 28), tau / n, and the tile's part of dtau (eq. 24) and dsink (eq. 23).
 
     minus_lse2 is the base-2 lse, negated; -inf where a row sees nothing, so that its p is 0 (eq. 33).
@@ -56,41 +77,43 @@ def _delta_kernel(
     in_buffer = exists
     if not V.VARLEN:
         in_buffer = lanes >= 0
-    y = load_tile(at(y_rows, b, h, row), y_rows.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
-    do = load_tile(at(dy_rows, b, h, row), dy_rows.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
+    y = load_tile(at(given.y, b, h, row), given.y.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
+    do = load_tile(at(given.dy, b, h, row), given.dy.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
     delta = tl.sum(do * y, 1)
     if V.GATE:
-        weight = load_tile(at(gate_rows, b, h, row), gate_rows.row, 0, n_rows, BM, V.DV, V.BDV)
+        weight = load_tile(at(given.gate, b, h, row), given.gate.row, 0, n_rows, BM, V.DV, V.BDV)
         weight = tl.sigmoid(weight.to(tl.float32))
-        store_tile(at(dgate_rows, b, h, row), dgate_rows.row, n_rows, do * y * (1 - weight), BM, V.DV, V.BDV)
+        store_tile(at(made.dgate, b, h, row), made.dgate.row, n_rows, do * y * (1 - weight), BM, V.DV, V.BDV)
         do = do * weight
-        store_tile(at(do_rows, b, h, row), do_rows.row, n_rows, do, BM, V.DV, V.BDV)
-    given = tl.cast(b * geometry.heads + h, tl.int64) * sq + row
+        store_tile(at(made.do, b, h, row), made.do.row, n_rows, do, BM, V.DV, V.BDV)
+    from_first = tl.cast(b * geometry.heads + h, tl.int64) * sq + row
     offset = row_state(b, h, row, pitch16, geometry)
     if V.TAU:
-        u = load_tile(at(u_rows, b, h, row), u_rows.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
+        u = load_tile(at(given.u, b, h, row), given.u.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
         packing = own_counts(packing, b, h, sq, geometry, V)
         n = tl.maximum(visible_count(i0 + lanes + segment.sk - segment.sq, segment, packing, geometry, V), 1)
         mean = tl.sum(do * u, 1)
-        tau = tl.load(tau_ptr + h).to(tl.float32)
+        tau = tl.load(given.tau_ptr + h).to(tl.float32)
         delta -= tau * mean
-        tl.store(dtau_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.where(exists, mean, 0.0), 0))
-        tl.store(share_ptr + offset + lanes, tl.where(exists, tau / n, 0.0), mask=in_buffer)
-    lse = tl.load(lse_ptr + given + lanes, mask=exists, other=float("inf"))
+        tl.store(
+            made.dtau_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.where(exists, mean, 0.0), 0)
+        )
+        tl.store(made.share_ptr + offset + lanes, tl.where(exists, tau / n, 0.0), mask=in_buffer)
+    lse = tl.load(given.lse_ptr + from_first + lanes, mask=exists, other=float("inf"))
     sees_nothing = lse == float("-inf")
-    if HAS_DLSE:
-        dlse = tl.load(dlse_ptr + given + lanes, mask=exists, other=0.0).to(tl.float32)
+    if given.dlse_ptr is not None:
+        dlse = tl.load(given.dlse_ptr + from_first + lanes, mask=exists, other=0.0).to(tl.float32)
         delta -= tl.where(sees_nothing, 0.0, dlse)
     if V.SINK:
-        sink = tl.load(sink_ptr + h).to(tl.float32)
+        sink = tl.load(given.sink_ptr + h).to(tl.float32)
         # an infinite sink is all there is, or nothing
         p_sink = tl.where(lse == sink, 1.0, tl.exp2((sink - lse) * LOG2E))
         p_sink = tl.where(sees_nothing | ~exists, 0.0, p_sink)
         dsink = tl.sum(p_sink * -delta, 0)
-        tl.store(dsink_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), dsink)
-    tl.store(delta_ptr + offset + lanes, tl.where(exists, delta, 0.0), mask=in_buffer)
+        tl.store(made.dsink_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), dsink)
+    tl.store(made.delta_ptr + offset + lanes, tl.where(exists, delta, 0.0), mask=in_buffer)
     minus_lse2 = tl.where(exists & (lse != float("-inf")), -lse * LOG2E, float("-inf"))
-    tl.store(minus_lse2_ptr + offset + lanes, minus_lse2, mask=in_buffer)
+    tl.store(made.minus_lse2_ptr + offset + lanes, minus_lse2, mask=in_buffer)
 
 
 def block_of(call: Call) -> int:
@@ -106,6 +129,7 @@ def prepare_rows(
     call = launch.call
     y, dy = launch.readable(y), launch.readable(dy)
     u = y if u is None else launch.readable(u)
+    dlse = None if dlse is None else compact(dlse)
     do = dgate = dy
     if call.gate is not None:
         do = launch.empty_rows(dy.shape[-1], call.q.dtype)
@@ -124,20 +148,11 @@ def prepare_rows(
         launch.start(
             _delta_kernel,
             grid,
-            *(rows_of(x) for x in (y, dy, u, launch.gate, do, dgate)),
-            lse,
-            lse if dlse is None else compact(dlse),
-            launch.tau,
-            launch.sink,
-            rows.minus_lse2,
-            rows.delta,
-            rows.share,
-            dtau,
-            dsink,
+            Given(*(rows_of(x) for x in (y, dy, u, launch.gate)), lse, dlse, launch.tau, launch.sink),
+            Made(*map(rows_of, (do, dgate)), rows.minus_lse2, rows.delta, rows.share, dtau, dsink),
             rows.pitch16,
             *launch.shared(call.cu_seqlens_q, block),
             V=launch.variant,
-            HAS_DLSE=dlse is not None,
             BM=block,
             num_warps=8,
             enable_fp_fusion=True,

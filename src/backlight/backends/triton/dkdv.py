@@ -17,6 +17,7 @@ from backlight.backends.triton.loads import at, load_tile, row_state, row_tile, 
 from backlight.backends.triton.pair import pair_tile
 from backlight.backends.triton.primitives import (
     LOG2E,
+    Sight,
     logits_of,
     own_counts,
     row_span,
@@ -64,14 +65,15 @@ def _dkdv_kernel(
         own_packing = own_counts(packing, b, h, whole_sq, geometry, V)
         visits = visits_of(span, mask, b, h, tl.program_id(0), tl.num_programs(0) + 1, row_tiles, geometry, V, BM)
         intervals = intervals_of(mask, b, h, segment, whole_sq, sk, n_segments, geometry, V, BN)
+        sight = Sight(intervals, segment, own_packing)
         if WANT_COLUMNS:
             column = tl.zeros([BN], tl.float32)
         if visits.start < visits.stop:
             for step in range(visits.start, visits.stop, BM):
                 i0, at_edge = visited(step, visits, V, BM)
                 i0 = tl.multiple_of(i0, BM)
-                q = stream_tile(q_rows, q_desc, b, h, segment.q_start, i0, sq, BM, V.D, V.BD, TMA)
-                do = stream_tile(do_rows, do_desc, b, h, segment.q_start, i0, sq, BM, V.DV, V.BDV, TMA)
+                q = stream_tile(q_rows, q_desc, (b, h, segment.q_start), i0, sq, BM, V.D, V.BD, TMA)
+                do = stream_tile(do_rows, do_desc, (b, h, segment.q_start), i0, sq, BM, V.DV, V.BDV, TMA)
                 minus_lse2 = row_tile(minus_lse2_ptr + offset, i0, sq, float("-inf"), V, DIRECT, BN, BM)
                 t = tl.dot(k, tl.trans(q), input_precision=V.PRECISION)
                 if WANT_DK:
@@ -81,7 +83,7 @@ def _dkdv_kernel(
                     share = row_tile(share_ptr + offset, i0, sq, 0.0, V, DIRECT, BN, BM)
                 s, slope = logits_of(t, geometry.unit, minus_lse2, geometry, V, SLOPE)
                 if V.PAIR > 0:
-                    s += pair_tile(pair, pair_desc, b, h, i0, j0, sq, V, PAIR_TMA, BM, BN, True) * LOG2E
+                    s += pair_tile(pair, pair_desc, (b, h, i0, j0), sq, V, PAIR_TMA, BM, BN, True) * LOG2E
                 if V.BIAS:
                     entry = table_entry(i0 + shift - j0 + geometry.bias_origin, geometry, False)
                     s = add_bias(s, geometry.unit, own_table_ptr, entry, i0, span, geometry, V, BN, BM)
@@ -100,7 +102,7 @@ def _dkdv_kernel(
                     # a row may see this key alone
                     at_edge = (n_keys == 1) | at_edge
                 position = i0 + shift + row_lanes
-                p, a = tile_weights(s, share, 0.0, position, keys, at_edge, intervals, segment, own_packing, geometry, V, BN)
+                p, a = tile_weights(s, share, 0.0, position, keys, at_edge, sight, geometry, V, BN)
                 if WANT_DV:
                     dv = tl.dot(a.to(do.dtype), do, dv, input_precision=V.PRECISION)
                 if WANT_DK:

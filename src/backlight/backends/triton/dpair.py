@@ -3,6 +3,8 @@ ds, which the kernel of dk makes. Otherwise a program owns a tile of rows and ke
 after the other that share it, and adds up in registers (eq. 69). All sums have a fixed order.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,9 @@ from backlight.backends.triton.pair import Pair, pair_start, pair_tile, store_pa
 from backlight.backends.triton.primitives import (
     LOG2E,
     Block,
+    Frame,
     Segment,
+    Sight,
     key_span,
     logits_of,
     tile_gradient,
@@ -32,27 +36,46 @@ COLUMNS = 128
 
 
 @triton.jit
-def row_vectors(minus_lse2_ptr, delta_ptr, pair, entry_b, entry_h, member, own_heads, pitch16, i0, geometry, BM: tl.constexpr):
-    """minus_lse2 and delta [BM, 1] of a member's rows."""
-    b = entry_b * pair.sharing + member // own_heads
-    offset = row_state(b, entry_h + member % own_heads, 0, pitch16, geometry) + i0 + tl.arange(0, BM)
-    return tl.load(minus_lse2_ptr + offset)[:, None], tl.load(delta_ptr + offset)[:, None]
+def row_vectors(tensors, b, h, pitch16, i0, geometry, BM: tl.constexpr):
+    """minus_lse2 and delta [BM, 1] of the rows of a head."""
+    offset = row_state(b, h, 0, pitch16, geometry) + i0 + tl.arange(0, BM)
+    return tl.load(tensors.minus_lse2_ptr + offset)[:, None], tl.load(tensors.delta_ptr + offset)[:, None]
+
+
+@triton.jit
+def member_of(number, entry_b, entry_h, own_heads, pair):
+    """(batch entry, head) of a member of an entry of the bias."""
+    return entry_b * pair.sharing + number // own_heads, entry_h + number % own_heads
+
+
+class Tensors(NamedTuple):
+    """What `_dpair_kernel` reads in place and, last, what it makes."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    minus_lse2_ptr: Any
+    delta_ptr: Any
+    table_ptr: Any
+    pair: Any
+    dpair: Any
 
 
 @triton.jit(do_not_specialize=["members", "each", "groups", "bias_heads", "pitch16", "sq", "sk", "n_segments"])
 def _dpair_kernel(
-    q_rows, k_rows, v_rows, do_rows, q_desc, k_desc, v_desc, do_desc, minus_lse2_ptr, delta_ptr, table_ptr, pair, dpair,
-    members, each, groups, own_heads, bias_heads, pitch16, mask, packing, geometry, sq, sk, n_segments,
-    V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    tensors, q_desc, do_desc, k_desc, v_desc, members, each, groups, own_heads, bias_heads, pitch16, frame, sq, sk, n_segments,
+    V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, entry of the bias * groups + group) adds up `each` of the members of its entry. own_heads: how many query
     heads share a head of the bias, of which there are bias_heads. dpair: [groups,Bb,Hb,Sq,Sk], its batch the first two axes."""
+    pair = tensors.pair
+    geometry = frame.geometry
+    TMA: tl.constexpr = q_desc is not None
     key_tiles = tl.cdiv(sk, BN)
-    i0 = tl.program_id(0) // key_tiles * BM
-    j0 = tl.program_id(0) % key_tiles * BN
+    i0, j0 = tl.program_id(0) // key_tiles * BM, tl.program_id(0) % key_tiles * BN
     group = tl.program_id(1) % groups
-    entry_b = tl.program_id(1) // groups // bias_heads
-    entry_h = tl.program_id(1) // groups % bias_heads
+    entry_b, entry_h = tl.program_id(1) // groups // bias_heads, tl.program_id(1) // groups % bias_heads
     segment = Segment(0, 0, sq, sk, 0)
     shift = sk - sq
     position = (i0 + shift + tl.arange(0, BM))[:, None]
@@ -64,7 +87,7 @@ def _dpair_kernel(
     if V.LEFT or V.RIGHT:
         at_edge = at_edge | (j0 < span.low) | (j0 > span.high)
     keys = (j0 + tl.arange(0, BN))[None, :]
-    bias = pair_tile(pair, pair.ptr, entry_b * pair.sharing, entry_h, i0, j0, sq, V, False, BM, BN, False) * LOG2E
+    bias = pair_tile(pair, pair.ptr, (entry_b * pair.sharing, entry_h, i0, j0), sq, V, False, BM, BN, False) * LOG2E
     total = tl.zeros([BM, BN], tl.float32)
     first = group * each
     stop = tl.minimum(first + each, members)
@@ -72,53 +95,60 @@ def _dpair_kernel(
         stop = first
     if first < stop:
         # one member ahead: nothing else waits for memory
-        next_lse2, next_delta = row_vectors(
-            minus_lse2_ptr, delta_ptr, pair, entry_b, entry_h, first, own_heads, pitch16, i0, geometry, BM
-        )
+        first_b, first_h = member_of(first, entry_b, entry_h, own_heads, pair)
+        next_lse2, next_delta = row_vectors(tensors, first_b, first_h, pitch16, i0, geometry, BM)
         for member in range(first, stop):
-            b = entry_b * pair.sharing + member // own_heads
-            h = entry_h + member % own_heads
+            b, h = member_of(member, entry_b, entry_h, own_heads, pair)
             g = h // geometry.group
-            minus_lse2 = next_lse2
-            delta = next_delta
-            after = tl.minimum(member + 1, stop - 1)
-            next_lse2, next_delta = row_vectors(
-                minus_lse2_ptr, delta_ptr, pair, entry_b, entry_h, after, own_heads, pitch16, i0, geometry, BM
-            )
-            q = stream_tile(q_rows, q_desc, b, h, 0, i0, sq, BM, V.D, V.BD, TMA)
-            k = stream_tile(k_rows, k_desc, b, g, 0, j0, sk, BN, V.D, V.BD, TMA)
-            do = stream_tile(do_rows, do_desc, b, h, 0, i0, sq, BM, V.DV, V.BDV, TMA)
-            v = stream_tile(v_rows, v_desc, b, g, 0, j0, sk, BN, V.DV, V.BDV, TMA)
+            minus_lse2, delta = next_lse2, next_delta
+            next_b, next_h = member_of(tl.minimum(member + 1, stop - 1), entry_b, entry_h, own_heads, pair)
+            next_lse2, next_delta = row_vectors(tensors, next_b, next_h, pitch16, i0, geometry, BM)
+            q = stream_tile(tensors.q, q_desc, (b, h, 0), i0, sq, BM, V.D, V.BD, TMA)
+            k = stream_tile(tensors.k, k_desc, (b, g, 0), j0, sk, BN, V.D, V.BD, TMA)
+            do = stream_tile(tensors.do, do_desc, (b, h, 0), i0, sq, BM, V.DV, V.BDV, TMA)
+            v = stream_tile(tensors.v, v_desc, (b, g, 0), j0, sk, BN, V.DV, V.BDV, TMA)
             t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
             s, _ = logits_of(t, geometry.unit, bias + minus_lse2, geometry, V, "none")
             if V.BIAS:
                 entry = table_entry(i0 + shift - j0 + geometry.bias_origin, geometry, True)
-                s = add_bias(s, geometry.unit, head_table(table_ptr, h, geometry, True), entry, j0, span, geometry, V, BM, BN)
+                s = add_bias(
+                    s, geometry.unit, head_table(tensors.table_ptr, h, geometry, True), entry, j0, span, geometry, V, BM, BN
+                )
             dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
-            intervals = intervals_of(mask, b, h, segment, sq, sk, n_segments, geometry, V, BN)
-            p, _ = tile_weights(s, 0.0, 0.0, position, keys, at_edge, intervals, segment, packing, geometry, V, BN)
+            intervals = intervals_of(frame.mask, b, h, segment, sq, sk, n_segments, geometry, V, BN)
+            sight = Sight(intervals, segment, frame.packing)
+            p, _ = tile_weights(s, 0.0, 0.0, position, keys, at_edge, sight, geometry, V, BN)
             ds, _ = tile_gradient(p, p, dp, delta, t, V)
             total += ds
     entries = tl.num_programs(1) // groups // bias_heads
-    store_pair(dpair, group * entries + entry_b, entry_h, i0, j0, sq, total, BM, BN)
+    store_pair(tensors.dpair, (group * entries + entry_b, entry_h, i0, j0), sq, total, BM, BN)
+
+
+class Parts(NamedTuple):
+    """fp32 parts of dpair_bias in memory: pointer and strides. Member m is number m // own_heads and, of query heads that share
+    one of the bias, m % own_heads."""
+
+    ptr: Any
+    batch: Any
+    head: Any
+    member: Any
+    own_head: Any
+    own_heads: Any
 
 
 @triton.jit(do_not_specialize=["members", "rows", "bias_heads"])
-def _pair_sums_kernel(
-    parts_ptr, dpair, members, own_heads, by_batch, by_head, by_member, by_own_head, rows, bias_heads,
-    PARTS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """dpair [Bb,Hb,rows,Sk]: sums over members of fp32 parts, always in the same order; `by_...`: strides of the parts, where
-    member m is number m // own_heads and, of query heads that share one of the bias, m % own_heads."""
+def _pair_sums_kernel(parts, dpair, members, rows, bias_heads, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """dpair [Bb,Hb,rows,Sk]: sums over members of their parts, always in the same order."""
     b = tl.program_id(1) // bias_heads
     h = tl.program_id(1) % bias_heads
     at = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     exists = at < tl.cast(rows, tl.int64) * dpair.keys
-    parts_ptr += tl.cast(b, tl.int64) * by_batch + tl.cast(h, tl.int64) * by_head
+    parts_ptr = parts.ptr + (tl.cast(b, tl.int64) * parts.batch + tl.cast(h, tl.int64) * parts.head)
     total = tl.zeros([PARTS, COLUMNS], tl.float32)
     for first in range(0, members, PARTS):
         member = first + tl.arange(0, PARTS)[:, None]
-        part = (member // own_heads).to(tl.int64) * by_member + (member % own_heads).to(tl.int64) * by_own_head
+        part = (member // parts.own_heads).to(tl.int64) * parts.member
+        part += (member % parts.own_heads).to(tl.int64) * parts.own_head
         total += tl.load(parts_ptr + part + at[None, :], mask=exists[None, :] & (member < members), other=0.0)
     pointers = pair_start(dpair, b * dpair.sharing, h, 0, 0) + at // dpair.keys * dpair.row + at % dpair.keys * dpair.key
     tl.store(pointers, tl.sum(total, 0).to(dpair.ptr.dtype.element_ty), mask=exists)
@@ -153,8 +183,8 @@ def dpair_of_columns(launch: Launch, columns: Tensor) -> Tensor:
     assert call.pair_bias is not None
     _, heads, keys = columns.shape
     own_heads = heads // call.pair_bias.shape[1]
-    strides = (call.sharing * heads * keys, keys, heads * keys, keys)
-    return summed(launch, columns, call.sharing * own_heads, own_heads, strides, 32)
+    parts = Parts(columns, call.sharing * heads * keys, keys, heads * keys, keys, own_heads)
+    return summed(launch, parts, call.sharing * own_heads, 32)
 
 
 def dpair_by_owner(launch: Launch, rows: RowState) -> Tensor:
@@ -174,29 +204,24 @@ def dpair_by_owner(launch: Launch, rows: RowState) -> Tensor:
     else:
         made = torch.empty(groups, entries, bias_heads, sq, sk, dtype=torch.float32, device=call.q.device)
         target = Pair(made, bias_heads * sq * sk, sq * sk, sk, 1, 1, sk)
-    tma, (q_desc, do_desc) = launch.descriptors(config, config.block_m, launch.q, rows.do)
-    tma_keys, (k_desc, v_desc) = launch.descriptors(config, config.block_n, launch.k, launch.v)
+    own = (rows_of(x) for x in (launch.q, launch.k, launch.v, rows.do))
+    state = rows.minus_lse2, rows.delta, launch.table
+    packing, geometry, *lengths = launch.shared(None, config.block_m)
     launch.start(
         _dpair_kernel,
         (tiles, entries * bias_heads * groups),
-        *(rows_of(x) for x in (launch.q, launch.k, launch.v, rows.do)),
-        *(q_desc, k_desc, v_desc, do_desc),
-        rows.minus_lse2,
-        rows.delta,
-        launch.table,
-        launch.pair_of(call.pair_bias),
-        target,
+        Tensors(*own, *state, launch.pair_of(call.pair_bias), target),
+        *launch.all_described(config, (launch.q, rows.do), (launch.k, launch.v)),
         *(members, each, groups, own_heads, bias_heads, rows.pitch16),
-        launch.mask(config, of_rows=True),
-        *launch.shared(None, config.block_m),
+        Frame(launch.mask(config, of_rows=True), packing, geometry),
+        *lengths,
         V=launch.variant,
-        TMA=tma and tma_keys,
         **config.launch,
     )
     if groups == 1:
         return made
     pairs = sq * sk
-    return summed(launch, made, groups, 1, (bias_heads * pairs, pairs, entries * bias_heads * pairs, 0), 4)
+    return summed(launch, Parts(made, bias_heads * pairs, pairs, entries * bias_heads * pairs, 0, 1), groups, 4)
 
 
 def groups_of(members: int, tiles: int) -> tuple[int, int]:
@@ -206,7 +231,7 @@ def groups_of(members: int, tiles: int) -> tuple[int, int]:
     return each, triton.cdiv(members, each)
 
 
-def summed(launch: Launch, parts: Tensor, members: int, own_heads: int, strides: tuple[int, ...], at_once: int) -> Tensor:
+def summed(launch: Launch, parts: Parts, members: int, at_once: int) -> Tensor:
     """`_pair_sums_kernel`, `at_once` members at a time."""
     pair_bias = launch.call.pair_bias
     assert pair_bias is not None
@@ -219,7 +244,7 @@ def summed(launch: Launch, parts: Tensor, members: int, own_heads: int, strides:
             grid,
             parts,
             launch.pair_of(dpair),
-            *(members, own_heads, *strides, rows, bias_heads),
+            *(members, rows, bias_heads),
             PARTS=at_once,
             COLUMNS=COLUMNS,
             num_warps=4,

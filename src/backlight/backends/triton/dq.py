@@ -12,6 +12,7 @@ from backlight.backends.triton.loads import at, key_tile, load_vector, own_tile,
 from backlight.backends.triton.pair import pair_tile, store_pair
 from backlight.backends.triton.primitives import (
     LOG2E,
+    Sight,
     key_span,
     logits_of,
     own_counts,
@@ -49,6 +50,7 @@ def _dq_kernel(
     key_tiles = tiles_of(sk, n_segments, V, BN)
     visits = visits_of(span, mask, block.b, block.h, block.tile, tl.num_programs(0), key_tiles, geometry, V, BN)
     intervals = intervals_of(mask, block.b, block.h, block.segment, sq, sk, n_segments, geometry, V, BN)
+    sight = Sight(intervals, block.segment, packing)
     if visits.start < visits.stop:
         for step in range(visits.start, visits.stop, BN):
             j0, at_edge = visited(step, visits, V, BN)
@@ -57,7 +59,7 @@ def _dq_kernel(
             t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
             s, slope = logits_of(t, geometry.unit, minus_lse2, geometry, V, SLOPE)
             if V.PAIR > 0:
-                s += pair_tile(pair, pair_desc, block.b, block.h, block.row, j0, sq, V, PAIR_TMA, BM, BN, False) * LOG2E
+                s += pair_tile(pair, pair_desc, (block.b, block.h, block.row, j0), sq, V, PAIR_TMA, BM, BN, False) * LOG2E
             if V.BIAS:
                 entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
                 s = add_bias(s, geometry.unit, table_ptr, entry, j0, span, geometry, V, BM, BN)
@@ -66,12 +68,10 @@ def _dq_kernel(
             if V.INTERVALS == 0 and not WHOLE:
                 at_edge = (j0 < span.low) | (j0 > span.high)
             keys = j0 + key_lanes
-            p, _ = tile_weights(
-                s, share, 0.0, block.position, keys, at_edge, intervals, block.segment, packing, geometry, V, BN
-            )
+            p, _ = tile_weights(s, share, 0.0, block.position, keys, at_edge, sight, geometry, V, BN)
             ds, dx = tile_gradient(p, surviving(p, share, V), dp, delta, slope, V)
             if WANT_DPAIR:
-                store_pair(dpair, block.b, block.h, block.row, j0, sq, ds, BM, BN)
+                store_pair(dpair, (block.b, block.h, block.row, j0), sq, ds, BM, BN)
             dq = tl.dot(dx.to(k.dtype), k, dq, input_precision=V.PRECISION)
     store_tile(at(dq_rows, block.b, block.h, block.row), dq_rows.row, block.n_rows, dq * scale, BM, V.D, V.BD)
 

@@ -3,15 +3,19 @@
 Registers: q [BM, D], accumulators o and u [BM, Dv] in fp32. Parity contract: tests/conformance.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from backlight.backends.triton.band import add_bias, head_table, table_entry
-from backlight.backends.triton.launch import Launch
+from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
 from backlight.backends.triton.primitives import (
     LOG2E,
+    Frame,
+    Sight,
     key_span,
     logits_of,
     own_counts,
@@ -23,22 +27,37 @@ from backlight.backends.triton.primitives import (
 from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
 
 
+class Tensors(NamedTuple):
+    """Rows of q, k, v, gate, y, u, and the rest by pointers; u is None where it is not kept."""
+
+    q: Any
+    k: Any
+    v: Any
+    gate: Any
+    y: Any
+    u: Any
+    lse_ptr: Any
+    table_ptr: Any
+    tau_ptr: Any
+
+
 @triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
 def _elastic_kernel(
-    q_rows, k_rows, v_rows, k_desc, v_desc, gate_rows, y_rows, u_rows, lse_ptr, table_ptr, tau_ptr, mask, packing, geometry,
-    sq, sk, n_segments, V: tl.constexpr, SAVE_U: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    tensors, k_desc, v_desc, frame, sq, sk, n_segments, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    block = row_block(packing, sq, sk, n_segments, geometry, V, BM)
-    packing = own_counts(packing, block.b, block.h, sq, geometry, V)
-    table_ptr = head_table(table_ptr, block.h, geometry, True)
+    geometry = frame.geometry
+    TMA: tl.constexpr = k_desc is not None
+    block = row_block(frame.packing, sq, sk, n_segments, geometry, V, BM)
+    packing = own_counts(frame.packing, block.b, block.h, sq, geometry, V)
+    table_ptr = head_table(tensors.table_ptr, block.h, geometry, True)
     key_lanes = tl.arange(0, BN)[None, :]
-    q = own_tile(q_rows, block, BM, V.D, V.BD)
-    lse_ptr += tl.cast(block.b * geometry.heads + block.h, tl.int64) * sq + block.row
+    q = own_tile(tensors.q, block, BM, V.D, V.BD)
+    lse_ptr = tensors.lse_ptr + (tl.cast(block.b * geometry.heads + block.h, tl.int64) * sq + block.row)
     # the stored lse, as the backward reads it: both decide survivors alike
     lse2 = tl.load(lse_ptr + tl.arange(0, BM), mask=tl.arange(0, BM) < block.n_rows, other=0.0) * LOG2E
     lse2 = tl.where(lse2 == float("-inf"), 0.0, lse2)[:, None]
     n = visible_count(block.position, block.segment, packing, geometry, V)
-    tau = tl.load(tau_ptr + block.h).to(tl.float32)
+    tau = tl.load(tensors.tau_ptr + block.h).to(tl.float32)
     share = tau / tl.maximum(n, 1)
     # with tau >= 0 every visible key survives, also where p underflowed
     floor = tl.where(tau >= 0, 1.1754944e-38, 0.0)
@@ -47,12 +66,13 @@ def _elastic_kernel(
     u = tl.zeros([BM, BDV], tl.float32)
     span = key_span(block, geometry, V, BN)
     key_tiles = tiles_of(sk, n_segments, V, BN)
-    visits = visits_of(span, mask, block.b, block.h, block.tile, tl.num_programs(0), key_tiles, geometry, V, BN)
-    intervals = intervals_of(mask, block.b, block.h, block.segment, sq, sk, n_segments, geometry, V, BN)
+    visits = visits_of(span, frame.mask, block.b, block.h, block.tile, tl.num_programs(0), key_tiles, geometry, V, BN)
+    intervals = intervals_of(frame.mask, block.b, block.h, block.segment, sq, sk, n_segments, geometry, V, BN)
+    sight = Sight(intervals, block.segment, packing)
     if visits.start < visits.stop:
         for step in range(visits.start, visits.stop, BN):
             j0, at_edge = visited(step, visits, V, BN)
-            k = key_tile(k_rows, k_desc, block, j0, BN, V.D, V.BD, TMA)
+            k = key_tile(tensors.k, k_desc, block, j0, BN, V.D, V.BD, TMA)
             t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
             s, _ = logits_of(t, geometry.unit, -lse2, geometry, V, "none")
             if V.BIAS:
@@ -61,23 +81,35 @@ def _elastic_kernel(
             if V.INTERVALS == 0:
                 at_edge = (j0 < span.low) | (j0 > span.high)
             keys = j0 + key_lanes
-            _, a = tile_weights(
-                s, share, floor, block.position, keys, at_edge, intervals, block.segment, packing, geometry, V, BN
-            )
-            v = key_tile(v_rows, v_desc, block, j0, BN, V.DV, V.BDV, TMA)
+            _, a = tile_weights(s, share, floor, block.position, keys, at_edge, sight, geometry, V, BN)
+            v = key_tile(tensors.v, v_desc, block, j0, BN, V.DV, V.BDV, TMA)
             weights = a.to(v.dtype)
-            if SAVE_U:
+            if tensors.u is not None:
                 u = tl.dot(positive(a, weights, V), v, u, input_precision=V.PRECISION)
             o = tl.dot(weights, v, o, input_precision=V.PRECISION)
-    if SAVE_U:
-        store_tile(at(u_rows, block.b, block.h, block.row), u_rows.row, block.n_rows, u / tl.maximum(n, 1), BM, V.DV, V.BDV)
+    if tensors.u is not None:
+        u_ptr = at(tensors.u, block.b, block.h, block.row)
+        store_tile(u_ptr, tensors.u.row, block.n_rows, u / tl.maximum(n, 1), BM, V.DV, V.BDV)
     if V.GATE:
-        gate = own_tile(gate_rows, block, BM, V.DV, V.BDV)
+        gate = own_tile(tensors.gate, block, BM, V.DV, V.BDV)
         o = o * tl.sigmoid(gate.to(tl.float32))
-    store_tile(at(y_rows, block.b, block.h, block.row), y_rows.row, block.n_rows, o, BM, V.DV, V.BDV)
+    store_tile(at(tensors.y, block.b, block.h, block.row), tensors.y.row, block.n_rows, o, BM, V.DV, V.BDV)
 
 
 def elastic_of(launch: Launch, lse: Tensor, y: Tensor, u: Tensor | None) -> None:
     """Fills y and, where it is wanted, u."""
-    rows = (launch.gate, y, y if u is None else u)
-    launch.start_rows(_elastic_kernel, "elastic", rows, (lse, launch.table, launch.tau), SAVE_U=u is not None)
+    config = launch.config("elastic")
+    grid = launch.row_grid(config.block_m)
+    if grid[0] and grid[1]:
+        rows = (rows_of(x) for x in (launch.q, launch.k, launch.v, launch.gate, y))
+        packing, geometry, *lengths = launch.shared(launch.call.cu_seqlens_q, config.block_m)
+        launch.start(
+            _elastic_kernel,
+            grid,
+            Tensors(*rows, None if u is None else rows_of(u), lse, launch.table, launch.tau),
+            *launch.all_described(config, (), (launch.k, launch.v)),
+            Frame(launch.mask(config, of_rows=True), packing, geometry),
+            *lengths,
+            V=launch.variant,
+            **config.launch,
+        )

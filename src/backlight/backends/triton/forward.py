@@ -61,7 +61,7 @@ def _fwd_kernel(
             else:
                 addend = 0.0
                 if V.PAIR > 0:
-                    addend = pair_tile(pair, pair_desc, block.b, block.h, block.row, j0, sq, V, PAIR_TMA, BM, BN, False)
+                    addend = pair_tile(pair, pair_desc, (block.b, block.h, block.row, j0), sq, V, PAIR_TMA, BM, BN, False)
                     if V.SOFTCAP:
                         addend *= LOG2E / unit
                 x, _ = logits_of(t, 1.0, addend, geometry, V, "none")

@@ -5,13 +5,15 @@ Its part of dpair_bias stays in registers; `_pair_sums_kernel` adds the parts up
 Five products a pair instead of seven, one exponential instead of three.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from backlight.backends.triton.config import width_of
-from backlight.backends.triton.dpair import summed
+from backlight.backends.triton.dpair import Parts, summed
 from backlight.backends.triton.launch import Launch, compact, rows_of
 from backlight.backends.triton.loads import at, store_tile, stream_tile
 from backlight.backends.triton.pair import Pair, pair_tile, store_pair
@@ -24,14 +26,36 @@ WIDEST = 32
 LARGEST = tl.constexpr(3.0e38)
 
 
+class Given(NamedTuple):
+    """What the kernel reads: rows of q, k, v, y, do, and the rest by pointers; dlse is None where there is none."""
+
+    q: Any
+    k: Any
+    v: Any
+    y: Any
+    do: Any
+    lse_ptr: Any
+    dlse_ptr: Any
+    pair: Any
+
+
+class Made(NamedTuple):
+    """The gradients; dpair is None where nobody asks for it."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dpair: Any
+
+
 @triton.jit(do_not_specialize=["sq", "sk"])
 def _fused_kernel(
-    q_rows, k_rows, v_rows, y_rows, do_rows, q_desc, k_desc, v_desc, y_desc, do_desc, dq_rows, dk_rows, dv_rows,
-    lse_ptr, dlse_ptr, pair, pair_desc, dpair, scale, geometry, sq, sk,
-    V: tl.constexpr, HAS_DLSE: tl.constexpr, WANT_DPAIR: tl.constexpr, TMA: tl.constexpr, PAIR_TMA: tl.constexpr,
-    WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    given, made, q_desc, y_desc, do_desc, k_desc, v_desc, pair_desc, scale, geometry, sq, sk,
+    V: tl.constexpr, PAIR_TMA: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Program (slot, entry of the bias * heads + head). dpair: [slots,Bb,Hq,Sq,Sk], its batch the first two axes."""
+    pair = given.pair
+    TMA: tl.constexpr = q_desc is not None
     entry = tl.program_id(1) // geometry.heads
     h = tl.program_id(1) % geometry.heads
     rows = tl.arange(0, BM)
@@ -40,40 +64,40 @@ def _fused_kernel(
     total = tl.zeros([BN, BM], tl.float32)
     for member in range(tl.program_id(0), pair.sharing, tl.num_programs(0)):
         b = entry * pair.sharing + member
-        q = stream_tile(q_rows, q_desc, b, h, 0, 0, sq, BM, V.D, V.BD, TMA)
-        k = stream_tile(k_rows, k_desc, b, h, 0, 0, sk, BN, V.D, V.BD, TMA)
-        v = stream_tile(v_rows, v_desc, b, h, 0, 0, sk, BN, V.DV, V.BDV, TMA)
-        do = stream_tile(do_rows, do_desc, b, h, 0, 0, sq, BM, V.DV, V.BDV, TMA)
-        y = stream_tile(y_rows, y_desc, b, h, 0, 0, sq, BM, V.DV, V.BDV, TMA)
-        given = tl.cast(b * geometry.heads + h, tl.int64) * sq + rows
-        lse = tl.load(lse_ptr + given, mask=exists, other=float("inf"))
+        q = stream_tile(given.q, q_desc, (b, h, 0), 0, sq, BM, V.D, V.BD, TMA)
+        k = stream_tile(given.k, k_desc, (b, h, 0), 0, sk, BN, V.D, V.BD, TMA)
+        v = stream_tile(given.v, v_desc, (b, h, 0), 0, sk, BN, V.DV, V.BDV, TMA)
+        do = stream_tile(given.do, do_desc, (b, h, 0), 0, sq, BM, V.DV, V.BDV, TMA)
+        y = stream_tile(given.y, y_desc, (b, h, 0), 0, sq, BM, V.DV, V.BDV, TMA)
+        offset = tl.cast(b * geometry.heads + h, tl.int64) * sq + rows
+        lse = tl.load(given.lse_ptr + offset, mask=exists, other=float("inf"))
         # finite where a row sees nothing: its bias is -inf
         minus_lse2 = tl.minimum(-lse * LOG2E, LARGEST)[None, :]
         t = tl.dot(k, tl.trans(q), input_precision=V.PRECISION)
         dp = tl.dot(v, tl.trans(do), input_precision=V.PRECISION)
         delta = tl.sum(do.to(tl.float32) * y.to(tl.float32), 1)
-        if HAS_DLSE:
-            dlse = tl.load(dlse_ptr + given, mask=exists, other=0.0).to(tl.float32)
+        if given.dlse_ptr is not None:
+            dlse = tl.load(given.dlse_ptr + offset, mask=exists, other=0.0).to(tl.float32)
             delta -= tl.where(lse == float("-inf"), 0.0, dlse)
         s, slope = logits_of(t, geometry.unit, minus_lse2, geometry, V, "apart")
         # read again: what is kept in registers leaves no room for it
-        s += pair_tile(pair, pair_desc, b, h, 0, 0, sq, V, PAIR_TMA, BM, BN, True) * LOG2E
+        s += pair_tile(pair, pair_desc, (b, h, 0, 0), sq, V, PAIR_TMA, BM, BN, True) * LOG2E
         p = tl.exp2(s)
         if not WHOLE:
             p = tl.where(keys < sk, p, 0.0)
         dv = tl.dot(p.to(do.dtype), do, input_precision=V.PRECISION)
         ds, dx = tile_gradient(p, p, dp, delta[None, :], slope, V)
-        if WANT_DPAIR:
+        if made.dpair is not None:
             total += ds
         dx = dx.to(q.dtype)
         dk = tl.dot(dx, q, input_precision=V.PRECISION)
         dq = tl.dot(tl.trans(dx), k, input_precision=V.PRECISION)
-        store_tile(at(dv_rows, b, h, 0), dv_rows.row, sk, dv, BN, V.DV, V.BDV)
-        store_tile(at(dk_rows, b, h, 0), dk_rows.row, sk, dk * scale, BN, V.D, V.BD)
-        store_tile(at(dq_rows, b, h, 0), dq_rows.row, sq, dq * scale, BM, V.D, V.BD)
-    if WANT_DPAIR:
+        store_tile(at(made.dv, b, h, 0), made.dv.row, sk, dv, BN, V.DV, V.BDV)
+        store_tile(at(made.dk, b, h, 0), made.dk.row, sk, dk * scale, BN, V.D, V.BD)
+        store_tile(at(made.dq, b, h, 0), made.dq.row, sq, dq * scale, BM, V.D, V.BD)
+    if made.dpair is not None:
         entries = tl.num_programs(1) // geometry.heads
-        store_pair(dpair, tl.program_id(0) * entries + entry, h, 0, 0, sq, tl.trans(total), BM, BN)
+        store_pair(made.dpair, (tl.program_id(0) * entries + entry, h, 0, 0), sq, tl.trans(total), BM, BN)
 
 
 def fits(launch: Launch) -> bool:
@@ -101,36 +125,28 @@ def fused_of(
     entries, bias_heads = call.pair_bias.shape[:2]
     slots = max(1, min(SLOTS // (entries * heads), call.sharing))
     pairs = sq * sk
-    parts = torch.empty(slots, entries, heads, pairs, dtype=torch.float32, device=lse.device) if want_dpair else lse
-    tma, (q_desc, y_desc, do_desc) = launch.descriptors(config, config.block_m, launch.q, y, dy)
-    tma_keys, (k_desc, v_desc) = launch.descriptors(config, config.block_n, launch.k, launch.v)
-    tma = tma and tma_keys
-    pair_tma, pair = launch.pair(config)
-    described = (q_desc, k_desc, v_desc, y_desc, do_desc) if tma else (launch.q, launch.k, launch.v, y, dy)
+    parts = torch.empty(slots, entries, heads, pairs, dtype=torch.float32, device=lse.device) if want_dpair else None
+    dpair = None if parts is None else Pair(parts, heads * pairs, pairs, sk, 1, 1, sk)
+    pair_tma, (pair, pair_desc) = launch.pair(config)
+    own = (rows_of(x) for x in (launch.q, launch.k, launch.v, y, dy))
     launch.start(
         _fused_kernel,
         (slots, entries * heads),
-        *(rows_of(x) for x in (launch.q, launch.k, launch.v, y, dy)),
-        *described,
-        *(rows_of(x) for x in (dq, dk, dv)),
-        lse,
-        lse if dlse is None else compact(dlse),
-        *pair,
-        Pair(parts, heads * pairs, pairs, sk, 1, 1, sk),
+        Given(*own, lse, None if dlse is None else compact(dlse), pair),
+        Made(*(rows_of(x) for x in (dq, dk, dv)), dpair),
+        *launch.all_described(config, (launch.q, y, dy), (launch.k, launch.v)),
+        pair_desc,
         float(call.scale),
         launch.geometry,
         *(sq, sk),
         V=launch.variant,
-        HAS_DLSE=dlse is not None,
-        WANT_DPAIR=want_dpair,
-        TMA=tma,
         PAIR_TMA=pair_tma,
         WHOLE=launch.whole_tiles(config.block_n),
         **config.launch,
     )
     out = {"dq": dq, "dk": dk, "dv": dv}
-    if not want_dpair:
+    if parts is None:
         return out, None
     own_heads = heads // bias_heads
-    strides = (heads * pairs, pairs, entries * heads * pairs, pairs)
-    return out, summed(launch, parts, slots * own_heads, own_heads, strides, 32)
+    members = Parts(parts, heads * pairs, pairs, entries * heads * pairs, pairs, own_heads)
+    return out, summed(launch, members, slots * own_heads, 32)

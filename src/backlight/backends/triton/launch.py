@@ -71,13 +71,9 @@ class Launch(Preparing):
             own = (rows_of(x) for x in (self.q, self.k, self.v))
             others = (rows_of(x) for x in tensors)
             shared = (self.mask(config, of_rows=True), *self.shared(self.call.cu_seqlens_q, config.block_m))
-            named |= {"V": self.variant, "TMA": tma, **config.launch}
-            if name != "elastic":
-                # which has no pair bias
-                named["PAIR_TMA"], pair = self.pair(config)
-                named["WHOLE"] = self.whole_tiles(config.block_n)
-                values = (*values, *pair)
-            self.start(kernel, grid, *own, *descriptors, *others, *values, *shared, **named)
+            pair_tma, pair = self.pair(config)
+            named |= {"V": self.variant, "TMA": tma, "PAIR_TMA": pair_tma, "WHOLE": self.whole_tiles(config.block_n)}
+            self.start(kernel, grid, *own, *descriptors, *others, *values, *pair, *shared, **named, **config.launch)
 
     @property
     def elastic_part(self) -> Part | None:
@@ -240,6 +236,12 @@ class Launch(Preparing):
         return True, tuple(
             TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, block, padded(x.shape[-1])]) for x in tensors
         )
+
+    def all_described(self, config: KernelConfig, rows: Sequence[Tensor], keys: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Descriptors of tensors by row tiles, then by key tiles; None for each unless main loops read all through TMA."""
+        tma, by_rows = self.descriptors(config, config.block_m, *rows)
+        tma_keys, by_keys = self.descriptors(config, config.block_n, *keys)
+        return (*by_rows, *by_keys) if tma and tma_keys else (None,) * (len(rows) + len(keys))
 
     def row_grid(self, block: int) -> tuple[int, int]:
         batch, heads, sq, _ = self.call.q.shape

@@ -35,10 +35,11 @@ def own_tile(tensor, block, B: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def stream_tile(
-    tensor, descriptor, b, h, first, start, n, B: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr
+    tensor, descriptor, place, start, n, B: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr
 ):  # fmt: skip
-    """`load_tile` in a main loop, of n rows from `first` on: through the tensor's descriptor where there is one, which costs
-    no address registers."""
+    """`load_tile` in a main loop, of n rows; place: batch entry, head, the first of them. Through the tensor's descriptor where
+    there is one, which costs no address registers."""
+    b, h, first = place
     if TMA:
         return descriptor.load([b, h, start, 0]).reshape([B, BD])
     return load_tile(at(tensor, b, h, first), tensor.row, start, n, B, D, BD)
@@ -47,7 +48,8 @@ def stream_tile(
 @triton.jit
 def key_tile(tensor, descriptor, block, j0, B: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
     """`stream_tile` of the keys from j0 on that a block of rows sees."""
-    return stream_tile(tensor, descriptor, block.b, block.g, block.segment.k_start, j0, block.segment.sk, B, D, BD, TMA)
+    place = (block.b, block.g, block.segment.k_start)
+    return stream_tile(tensor, descriptor, place, j0, block.segment.sk, B, D, BD, TMA)
 
 
 @triton.jit

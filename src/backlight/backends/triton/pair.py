@@ -21,11 +21,12 @@ class Pair(NamedTuple):
 
 @triton.jit
 def pair_tile(
-    pair, descriptor, b, h, i0, j0, sq, V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    pair, descriptor, place, sq, V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     TURNED: tl.constexpr, BEFORE: tl.constexpr = False,
 ):  # fmt: skip
-    """fp32 [BM, BN] from row i0 and key j0 on, TURNED [BN, BM]; zero beyond the ends. By key: [1, BN] or [BN, 1]. BEFORE: j0
-    may lie before the first key."""
+    """fp32 [BM, BN], TURNED [BN, BM]; zero beyond the ends. By key: [1, BN] or [BN, 1]. place: batch entry, head, first row and
+    key, which BEFORE lets lie before all of them."""
+    b, h, i0, j0 = place
     start = pair_start(pair, b, h, i0, j0)
     rows = tl.arange(0, BM)
     keys = tl.arange(0, BN)
@@ -51,8 +52,9 @@ def pair_tile(
 
 
 @triton.jit
-def store_pair(pair, b, h, i0, j0, sq, value, BM: tl.constexpr, BN: tl.constexpr):
+def store_pair(pair, place, sq, value, BM: tl.constexpr, BN: tl.constexpr):
     """A tile [BM, BN] of the gradient."""
+    b, h, i0, j0 = place
     rows = tl.arange(0, BM)
     keys = tl.arange(0, BN)
     inside = (i0 + rows < sq)[:, None] & (j0 + keys < pair.keys)[None, :]

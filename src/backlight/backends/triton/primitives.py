@@ -81,6 +81,15 @@ class Block(NamedTuple):
     position: Any
 
 
+class Sight(NamedTuple):
+    """What decides which keys rows of one sequence see, besides `Geometry`: intervals of keys (`intervals_of`), the sequence,
+    and where their number is told."""
+
+    intervals: Any
+    segment: Any
+    packing: Any
+
+
 class Packing(NamedTuple):
     """Packed sequences: borders of the segments, and the first tile of each. n: visible keys per row, read by parts and under a
     mask by row intervals, which has as many rows of them as there are masks."""
@@ -89,6 +98,14 @@ class Packing(NamedTuple):
     cu_k: Any
     cu_tiles: Any
     n: Any
+
+
+class Frame(NamedTuple):
+    """How rows and keys of a call lie and which of them meet."""
+
+    mask: Any
+    packing: Any
+    geometry: Any
 
 
 class Variant(NamedTuple):
@@ -235,9 +252,7 @@ def logits_of(t, gain, addend, geometry, V: tl.constexpr, SLOPE: tl.constexpr):
 
 
 @triton.jit
-def tile_weights(
-    s, share, floor, position, key, at_edge, intervals, segment, packing, geometry, V: tl.constexpr, BN: tl.constexpr
-):  # fmt: skip
+def tile_weights(s, share, floor, position, key, at_edge, sight, geometry, V: tl.constexpr, BN: tl.constexpr):
     """(p, a) of eq. 8 to 11 of a tile in either orientation from s, the base-2 logits less lse2; share = tau / n.
 
     With tau a row that sees one key has p = 1 exactly; such a row is always cut by an edge.
@@ -247,9 +262,9 @@ def tile_weights(
     if V.TAU:
         a = tl.maximum(p + share, floor)
     if at_edge:
-        seen = visible(position, key, intervals, segment, geometry, V, BN)
+        seen = visible(position, key, sight.intervals, sight.segment, geometry, V, BN)
         if V.TAU and not V.SINK:
-            p = tl.where(visible_count(position, segment, packing, geometry, V) == 1, 1.0, p)
+            p = tl.where(visible_count(position, sight.segment, sight.packing, geometry, V) == 1, 1.0, p)
         p = tl.where(seen, p, 0.0)
         a = p
         if V.TAU:

@@ -9,7 +9,7 @@ from backlight.backends.replaying.small import BLOCK, _first_tiles_kernel, _head
 
 __all__ = ["BLOCK", "COLUMNS", "PARTS", "_copy_kernel", "_dbias_sums_kernel", "_first_tiles_kernel", "_head_sums_kernel"]
 
-COLUMNS, PARTS = 64, 32
+COLUMNS, PARTS = tl.constexpr(64), tl.constexpr(32)
 
 
 @triton.jit(do_not_specialize=["heads", "rows", "columns"])
@@ -25,8 +25,7 @@ def _copy_kernel(from_rows, column_stride, to_ptr, heads, rows, columns, BLOCK: 
 
 @triton.jit(do_not_specialize=["batch", "heads", "splits", "offsets", "n"])
 def _dbias_sums_kernel(
-    partial_ptr, dbias_ptr, batch, heads, splits, offsets, n, BM: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
+    partial_ptr, dbias_ptr, batch, heads, splits, offsets, n, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     """dbias [Hq, n]: sums of partial [B, Hq, splits, offsets, 2, BN] over B and splits, always in the same order.
 

@@ -4,6 +4,7 @@ One program per BM rows of one query head. Registers: q and tq [BM, D], accumula
 sum, e and nu [BM], and the tiles s and ts. A tangent that is not given leaves no trace. Parity contract: tests/interpreted.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
 from backlight.backends.triton.pair import pair_tile
 from backlight.backends.triton.primitives import LN2, LOG2E, key_span, logits_of, row_block, visible
 from backlight.backends.triton.table import table_of
+from backlight.backends.triton.tangent_known import _tangent_known_kernel
 from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
 from backlight.call import Call
 from backlight.config import resolve
@@ -92,7 +94,7 @@ def _tangent_kernel(
                 ts = tl.dot(q, tl.trans(tk), ts, input_precision=V.PRECISION)
             addend = 0.0
             if V.PAIR > 0:
-                addend = pair_tile(pair, pair.ptr, block.b, block.h, block.row, j0, sq, V, False, BM, BN, False)
+                addend = pair_tile(pair, pair.ptr, (block.b, block.h, block.row, j0), sq, V, False, BM, BN, False)
                 if V.SOFTCAP:
                     addend *= LOG2E / unit
             x, slope = logits_of(t, 1.0, addend, geometry, V, "apart" if T.SCORES else "none")
@@ -105,7 +107,7 @@ def _tangent_kernel(
             if T.BIAS:
                 ts = add_bias(ts, 1.0, ttable_ptr, entry, j0, span, geometry, V, BM, BN)
             if T.PAIR:
-                ts += pair_tile(tpair, tpair.ptr, block.b, block.h, block.row, j0, sq, V, False, BM, BN, False)
+                ts += pair_tile(tpair, tpair.ptr, (block.b, block.h, block.row, j0), sq, V, False, BM, BN, False)
             if V.INTERVALS == 0:
                 at_edge = (j0 < span.low) | (j0 > span.high)
             if at_edge:
@@ -170,38 +172,46 @@ def _tangent_kernel(
     store_tile(at(ty_rows, block.b, block.h, block.row), ty_rows.row, block.n_rows, ty, BM, V.DV, V.BDV)
 
 
-def config_of(call: Call) -> KernelConfig:
-    return resolve("triton.tangent", lambda: _chosen(call))
+def config_of(call: Call, known: bool = False) -> KernelConfig:
+    return resolve("triton.tangent_known" if known else "triton.tangent", lambda: _chosen(call, known))
 
 
-def _chosen(call: Call) -> KernelConfig:
-    """Two accumulators and two tiles of scores, four tensors of keys: tiles that neither spill nor exceed shared memory."""
+def _chosen(call: Call, known: bool) -> KernelConfig:
+    """Two accumulators, one where y is known, and two tiles of scores, four tensors of keys: tiles that neither spill nor
+    exceed shared memory."""
     device = device_of(call.q.device)
     if call.q.dtype == torch.float32 or width_of(call) > 128:
-        return heuristic("dq", call, device)
+        found = heuristic("dq", call, device)
+        return found if device.shared >= LARGE or call.q.dtype == torch.float32 else replace(found, block_n=32)
     narrow = width_of(call) <= 64
     if device.shared >= LARGE:
-        return KernelConfig(128, 64 if narrow else 32, 8, 2, tma=True)
+        alone = known and call.bias is None and call.spec.softcap is None
+        return KernelConfig(128, 64 if narrow or alone else 32, 8, 2, tma=True)
     if device.shared >= MIDDLE:
         return KernelConfig(64, 64, 4, 2, tma=True) if narrow else KernelConfig(64, 32, 4, 1)
     return KernelConfig(64 if narrow else 32, 32, 4, 1)
 
 
 def tangent(call: Call, tangents: dict[str, Tensor], known: tuple[Any, ...] | None) -> tuple[Any, ...]:
-    """(y, lse, None, ty, tlse, None); what is known is returned as it came, and computed again beside its tangent."""
+    """(y, lse, None, ty, tlse, None); known: y, lse and u of the forward, of which y and lse are returned as they came."""
     launch = Launch(call)
-    y, ty = (launch.empty_rows(call.v.shape[-1], call.output_dtype) for _ in range(2))
-    lse, tlse = (torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device) for _ in range(2))
-    config = config_of(call)
+    ty = launch.empty_rows(call.v.shape[-1], call.output_dtype)
+    tlse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
+    # a pair bias may hide any key, and parts have another lse than their rows: both compute again what they know
+    reads = known is not None and call.pair_bias is None and call.part is None
+    y, lse = known[:2] if known is not None and reads else (torch.empty_like(ty), torch.empty_like(tlse))
+    config = config_of(call, reads)
     grid = launch.row_grid(config.block_m)
     if grid[0] and grid[1]:
-        _start(launch, tangents, config, grid, (y, ty), (lse, tlse))
+        kernel = _tangent_known_kernel if reads else _tangent_kernel
+        _start(kernel, launch, tangents, config, grid, (launch.readable(y), ty), (compact(lse), tlse))
     if known is not None:
         y, lse, _ = known
     return y, lse, None, ty, tlse, None
 
 
 def _start(
+    kernel: Any,
     launch: Launch,
     tangents: dict[str, Tensor],
     config: KernelConfig,
@@ -218,17 +228,17 @@ def _start(
     tgate = launch.readable(tangents["gate"]) if "gate" in tangents else launch.gate
     ttable = table_of(launch.start, tangents["bias"], 1.0) if "bias" in tangents else launch.table
     tsink = compact(tangents["sink"]) if "sink" in tangents else launch.sink
-    pairs = (launch.pair_of(x) for x in (call.pair_bias, tangents.get("pair_bias")))
+    paired = (call.pair_bias, tangents.get("pair_bias")) if kernel is _tangent_kernel else ()
     moves = not {"q", "k", "bias", "pair_bias"}.isdisjoint(tangents)
     given = Given(*(name in tangents for name in ("q", "k", "v", "bias", "sink", "gate", "pair_bias")), SCORES=moves)
     tma, descriptors = launch.descriptors(config, config.block_n, launch.k, launch.v, tk, tv)
     launch.start(
-        _tangent_kernel,
+        kernel,
         grid,
         *(rows_of(x) for x in (launch.q, launch.k, launch.v, tq, tk, tv)),
         *descriptors,
         *(rows_of(x) for x in (launch.gate, tgate, *outputs)),
-        *(*row_values, launch.table, ttable, launch.sink, tsink, float(call.scale), *pairs),
+        *(*row_values, launch.table, ttable, launch.sink, tsink, float(call.scale), *(launch.pair_of(x) for x in paired)),
         launch.mask(config, of_rows=True),
         *launch.shared(call.cu_seqlens_q, config.block_m),
         V=launch.variant,

@@ -11,7 +11,7 @@ import backlight
 from backlight import registry
 from backlight.bench.contender import PER_KIND, Contender, by_autograd, leaves_of
 from backlight.bench.workload import Tensors, Workload
-from backlight.mask import Mask
+from backlight.mask import Mask, documents
 
 OURS = "backlight"
 
@@ -31,8 +31,7 @@ class Ours:
 
     def build(self, tensors: Tensors) -> Contender:
         call = tensors.call
-        mask = None if call.rows is None else Mask(call.rows, call.pos)
-        options: dict[str, Any] = call.spec.options | {"mask": mask, "backend": self.backend}
+        options: dict[str, Any] = call.spec.options | {"mask": _mask(tensors), "backend": self.backend}
         leaves, dy = leaves_of(tensors), tensors.dy
         if call.varlen:
             leaves, dy = leaves_of(tensors, _packed), _packed(dy).contiguous()
@@ -48,8 +47,19 @@ class Ours:
             dy,
             lambda **inputs: attend(**inputs, **options),
             canonical=_canonical if call.varlen else lambda x: x,
-            detail=f"{chosen.chosen}, {chosen.config}",
+            detail=", ".join(filter(None, (f"{chosen.chosen}, {chosen.config}", chosen.documents))),
         )
+
+
+def _mask(tensors: Tensors) -> Mask | None:
+    """The mask as its user would make it: documents by their lengths, everything else of its intervals."""
+    call = tensors.call
+    kind, _, lengths = str(tensors.workload.case.mask).partition(":")
+    if kind == "documents" and lengths:
+        *first, _ = map(int, lengths.split(","))
+        # the last one holds what is left
+        return documents(lengths=[*first, call.k.shape[2] - sum(first)], causal=True, device=call.q.device)
+    return None if call.rows is None else Mask(call.rows, call.pos)
 
 
 def _packed(x: Tensor) -> Tensor:

@@ -33,7 +33,11 @@ class Asked:
 
     subject: Annotated[
         str | None,
-        typer.Argument(metavar="SUBJECT", help="A name (see --list), path.py:function, module:function, or demo:DEFECT."),
+        typer.Argument(
+            metavar="SUBJECT",
+            help="A name (see --list), path.py:function, module:function, or demo:DEFECT. "
+            "Forward mode is examined where there is one, or a function_jvp beside it.",
+        ),
     ] = None
     causal: Annotated[bool, ATTENTION("--causal", help="Hide keys after the row's own position.")] = False
     window: Annotated[str | None, ATTENTION(metavar="L,R", help="Reach around the row's own position; * is unbounded.")] = None

@@ -35,7 +35,7 @@ def resolve(subject: str, layout: str = "auto") -> Subject:
     if ":" not in subject:
         known = [*names.NAMED, "backlight", *registry.names()]
         raise names.UnknownSubject(f"no kernel is called {subject!r}; there are {', '.join(known)}, or write file.py:function")
-    found = Subject.of(names.user_function(subject))
+    found = names.user_subject(subject)
     return found if layout == "auto" else replace(found, layout=layout)
 
 

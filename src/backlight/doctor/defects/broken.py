@@ -18,7 +18,7 @@ from torch import Tensor
 from backlight.call import Call
 from backlight.doctor.defects.catalogue import get
 from backlight.doctor.defects.defect import Defect
-from backlight.doctor.defects.mutants import Mutant, in_both_halves, run
+from backlight.doctor.defects.mutants import Mutant, Stages, in_both_halves, run
 from backlight.doctor.subject.subject import Subject
 from backlight.problems.problem import recast
 from backlight.spec import LEARNED, TENSORS, TERM_NAMES, AttentionSpec
@@ -39,9 +39,12 @@ class Kernel:
     def backward(self, call: Call, dy: Tensor, dlse: Tensor | None) -> Outputs:
         return self._run(call, dy, dlse)
 
-    def _run(self, call: Call, dy: Tensor | None, dlse: Tensor | None) -> Outputs:
+    def tangent(self, call: Call, tangents: Mapping[str, Tensor]) -> Outputs:
+        return self._run(call, None, None, tangents)
+
+    def _run(self, call: Call, dy: Tensor | None, dlse: Tensor | None, tangents: Mapping[str, Tensor] | None = None) -> Outputs:
         wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-        return run(self.mutant(call), call, dy, dlse, dtype=wide, storage=call.q.dtype)
+        return run(self.mutant(call), call, dy, dlse, dtype=wide, storage=call.q.dtype, tangents=tangents)
 
 
 class _Attention(torch.autograd.Function):
@@ -61,7 +64,18 @@ class _Attention(torch.autograd.Function):
         return None, None, *gradients
 
 
-def attention_of(kernel: Kernel) -> Callable[..., tuple[Tensor, Tensor]]:
+class _WithTangent(_Attention):
+    """The same with forward mode."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor]:
+        call = ctx.call
+        moving = {name: t for name, t in zip(LEARNED, tangents[2:], strict=True) if t is not None}
+        out = ctx.kernel.tangent(call, moving)
+        return out["ty"].to(call.q.dtype), out["tlse"].to(call.accumulator_dtype)
+
+
+def attention_of(kernel: Kernel, function: type[_Attention] = _Attention) -> Callable[..., tuple[Tensor, Tensor]]:
     """A differentiable attention call around a kernel: (o, lse)."""
 
     def broken_attention(
@@ -84,7 +98,7 @@ def attention_of(kernel: Kernel) -> Callable[..., tuple[Tensor, Tensor]]:
         spec = AttentionSpec(causal, window, scale, softcap, bias_origin=bias_origin, **used)
         learned = {name: x for name, x in terms.items() if name in LEARNED}
         rest = {"spec": spec} | {name: tensors.get(name) for name in OPTIONAL if name not in learned}
-        return _Attention.apply(kernel, rest, q, k, v, *learned.values())
+        return function.apply(kernel, rest, q, k, v, *learned.values())
 
     return _naming_tensors(broken_attention)
 
@@ -265,10 +279,21 @@ class LowPrecisionScores(Kernel):
 class Narrow(Kernel):
     """Computes in bf16 whatever the inputs are."""
 
-    def _run(self, call: Call, dy: Tensor | None, dlse: Tensor | None) -> Outputs:
+    def _run(self, call: Call, dy: Tensor | None, dlse: Tensor | None, tangents: Mapping[str, Tensor] | None = None) -> Outputs:
         narrow = recast(recast(call, torch.bfloat16), torch.float32)
         dy = None if dy is None else dy.to(torch.bfloat16).float()
         return run(Mutant(), narrow, dy, dlse, dtype=torch.float32, storage=torch.bfloat16)
+
+
+class UncentredTangent(Kernel):
+    """p ts is rounded before its part along p is taken out."""
+
+    def __init__(self) -> None:
+        uncentred: Stages = {
+            "ta": lambda p, ts: p * ts,
+            "tav": lambda ta, v, tlse, p: ta @ v - tlse[:, None] * (p @ v),
+        }
+        super().__init__(lambda call: Mutant(tangent=uncentred))
 
 
 def detached() -> Callable[..., tuple[Tensor, Tensor]]:
@@ -298,6 +323,7 @@ MAKERS: dict[str, Callable[[], Callable[..., Any]]] = {
     "low_precision_accumulation": lambda: attention_of(LowPrecisionAccumulation()),
     "narrow": lambda: attention_of(Narrow()),
     "low_precision_scores": lambda: attention_of(LowPrecisionScores()),
+    "uncentred_tangent": lambda: attention_of(UncentredTangent(), _WithTangent),
 }
 
 
@@ -306,7 +332,8 @@ def kernel(name: str) -> Callable[..., Any]:
     defect = get(name)
     if defect.broken is not None:
         return MAKERS[defect.broken]()
-    return attention_of(Kernel(lambda call: first_variant(defect, call)))
+    function = _WithTangent if defect.family == "tangents" else _Attention
+    return attention_of(Kernel(lambda call: first_variant(defect, call)), function)
 
 
 def first_variant(defect: Defect, call: Call) -> Mutant:

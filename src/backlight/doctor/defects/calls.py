@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -61,25 +62,30 @@ def _can_transpose(call: Call) -> bool:
 
 _test_fault = partial(Defect, family="test", confirm="mutant of the call", severity="test-fault")
 
+
+def _lost(name: str, title: str, signal: str, next_check: str, by_position: bool = False, **rest: Any) -> Defect:
+    """An argument that never reached what runs."""
+    ways = "an argument is passed by position, has another name," if by_position else "an argument has another name,"
+    return _test_fault(name, title, f"{ways} or is dropped by a wrapper", "s", signal, next_check, **rest)
+
+
 DEFECTS = [
-    _test_fault(
+    _lost(
         "call-causal-lost",
         "what runs computes causal=False: the flag never reached it",
-        "an argument is passed by position, has another name, or is dropped by a wrapper",
-        "s",
         "o differs from row 0 on; identities hold; a full matrix of weights",
         "Call with is_causal (or causal) by keyword, or ask for causal=False: the comparison must turn healthy.",
+        by_position=True,
         needs=causal,
         variants=lambda call: [Mutant(sees=without_causal(call))],
         demo=CAUSAL,
     ),
-    _test_fault(
+    _lost(
         "call-window-lost",
         "what runs computes full attention without the window: the window never reached it",
-        "an argument is passed by position, has another name, or is dropped by a wrapper",
-        "s",
         "o differs only in rows beyond the window; identities hold",
         "Ask for no window: the comparison must turn healthy.",
+        by_position=True,
         needs=windowed,
         variants=lambda call: [Mutant(sees=without_window(call))],
         demo=WINDOW,
@@ -137,22 +143,18 @@ DEFECTS = [
         variants=always(Mutant(gradient=lambda dy, call: torch.ones_like(dy))),
         demo=CAUSAL,
     ),
-    _test_fault(
+    _lost(
         "call-bias-lost",
         "what runs computes no bias: the table never reached it",
-        "an argument has another name, or is dropped by a wrapper",
-        "s",
         "o is wrong; identities hold",
         "Set the bias to 0: the comparison must turn healthy.",
         needs=has("bias"),
         variants=always(Mutant(sees=no_bias)),
         demo={"spec": {"causal": True, "bias": True}},
     ),
-    _test_fault(
+    _lost(
         "call-softcap-lost",
         "what runs computes no soft-cap: the option never reached it",
-        "an argument has another name, or is dropped by a wrapper",
-        "s",
         "o is wrong where scores are large; identities hold",
         "Raise the cap to 1e4: the comparison must turn healthy.",
         needs=capped,

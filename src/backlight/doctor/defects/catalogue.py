@@ -12,7 +12,20 @@ from typing import Any
 
 import torch
 
-from backlight.doctor.defects import calls, heads, intervals, masks, packed, pairs, rows, scale, tails, terms, windows
+from backlight.doctor.defects import (
+    calls,
+    heads,
+    intervals,
+    masks,
+    packed,
+    pairs,
+    rows,
+    scale,
+    tails,
+    tangents,
+    terms,
+    windows,
+)
 from backlight.doctor.defects.defect import Defect
 from backlight.spec import AttentionSpec
 
@@ -29,7 +42,11 @@ DEFECTS: tuple[Defect, ...] = (
     *rows.DEFECTS,
     *terms.DEFECTS,
     *pairs.DEFECTS,
+    *tangents.DEFECTS,
 )
+# forward mode has a search of its own: what it computes and what the two other directions do go wrong apart
+OF_TANGENTS: tuple[Defect, ...] = tuple(tangents.DEFECTS)
+OF_VALUES: tuple[Defect, ...] = tuple(defect for defect in DEFECTS if defect not in OF_TANGENTS)
 BY_ID: dict[str, Defect] = {defect.id: defect for defect in DEFECTS}
 STORIES = {"case-a": "call-causal-lost", "case-b": "accumulate-repeated", "case-c": "do-stride", "case-d": "nan-cell"}
 DEMO_SHAPE = (2, 4, 136, 64)

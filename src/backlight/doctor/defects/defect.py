@@ -31,7 +31,7 @@ class Defect:
     signal:     what shows first.
     next_check: one experiment that would prove the name false.
     family:     scale, transposition, masks, windows, alignment, tails, varlen, gqa, heads, accumulation, memory, lse, delta,
-                terms, precision, softcap, test.
+                terms, precision, softcap, tangents, test.
     confirm:    what settles it.
     needs:      whether a call can show the defect at all.
     variants:   mutants to try on a call; None when only probes can show it, and then `broken` names the maker.

@@ -82,6 +82,13 @@ def _u_counting_hidden(m, v, own):
 
 _interval = partial(Defect, family="masks", needs=has("rows"), demo=DEMO)
 
+
+def _elsewhere(axis: int, name: str, title: str, does: str, signal: str, next_check: str) -> Defect:
+    """A mask read at another place along an axis."""
+    mutants = always(Mutant(sees=of_the_first(axis)), Mutant(sees=of_the_next(axis)))
+    return _interval(name, title, does, "s", signal, next_check, needs=several(axis), variants=mutants)
+
+
 DEFECTS = [
     _interval(
         "interval-end-inclusive",
@@ -111,25 +118,21 @@ DEFECTS = [
         needs=two_intervals,
         variants=always(Mutant(sees=without_second())),
     ),
-    _interval(
+    _elsewhere(
+        1,
         "interval-other-head",
         "heads read the mask of another head",
         "the stride of heads is left out of the mask's address, or another head's index is in it",
-        "s",
         "o is wrong in some heads; identities hold",
         "Give all heads the same mask: the comparison must turn healthy.",
-        needs=several(1),
-        variants=always(Mutant(sees=of_the_first(1)), Mutant(sees=of_the_next(1))),
     ),
-    _interval(
+    _elsewhere(
+        0,
         "interval-other-batch",
         "batch entries read the mask of another entry",
         "the stride of the batch is left out of the mask's address",
-        "s",
         "o is wrong in all batch entries but one; identities hold",
         "Examine the first batch entry by itself: the comparison must turn healthy.",
-        needs=several(0),
-        variants=always(Mutant(sees=of_the_first(0)), Mutant(sees=of_the_next(0))),
     ),
     _interval(
         "interval-backward",

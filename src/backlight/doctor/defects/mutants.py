@@ -20,15 +20,17 @@ from backlight.call import Call
 from backlight.problems.axes import cut_call
 from backlight.reference import STAGES, Oracle, Stage, Trace
 from backlight.reference.oracle import KEY_VECTORS
-from backlight.spec import GRADIENTS, TENSORS, AttentionSpec, Segment
+from backlight.reference.tangent import FORWARD_MODE, moved, tangent
+from backlight.spec import GRADIENTS, LEARNED, TENSORS, AttentionSpec, Segment
 
 Stages = Mapping[str, Callable[..., Tensor]]
 Outputs = dict[str, Tensor]
+Tangents = dict[str, Tensor]
 SAVED_ROWS = ("lse", "y", "o", "u")
 RECOMPUTED = ("x", "capped", "s", "p", "p_sink", "m", "a")
 GRADIENT_STAGES = ("do", "dgate", "dp", "dv", "delta", "ds", "dbias", "dsink", "dtau", "dpair_bias", "dx", "dq", "dk")
 # matmul operands that a kernel rounds to its storage dtype
-OPERANDS = ("a", "dx", "y", "do", *(f"d{each.name}" for each in TENSORS if each.like_q))
+OPERANDS = ("a", "ta", "dx", "y", "ty", "do", *(f"d{each.name}" for each in TENSORS if each.like_q))
 
 
 def flash_delta(dy, y, do, u, tau, dlse):
@@ -113,6 +115,10 @@ def _same_gradient(dy: Tensor, call: Call) -> Tensor:
     return dy
 
 
+def _same_tangents(tangents: Tangents) -> Tangents:
+    return tangents
+
+
 def _same_outputs(outputs: Outputs, call: Call) -> Outputs:
     return outputs
 
@@ -126,7 +132,9 @@ class Mutant:
     """What differs from the truth. Unset fields change nothing.
 
     forward, backward:       stages replaced in that half (parameter names are the graph).
+    tangent:                 stages of `reference.tangent` replaced in forward mode, which has those of `forward` too.
     sees, sees_backward:     the call as both halves see it, or as the backward alone does.
+    along:                   the tangents, by name of the input, as forward mode reads them.
     gradient, saved:         dO and the saved rows (lse, y, o, u) as the backward reads them.
     kv_forward, kv_backward: which key/value head a query head reads; combine: how a group's dk and dv are joined.
     finish:                  the last change of the outputs (y, lse, dq, ...). detail: words for the sentence shown.
@@ -134,8 +142,10 @@ class Mutant:
 
     forward: Stages = field(default_factory=dict)
     backward: Stages = field(default_factory=dict)
+    tangent: Stages = field(default_factory=dict)
     sees: Callable[[Call], Call] = _same_call
     sees_backward: Callable[[Call], Call] = _same_call
+    along: Callable[[Tangents], Tangents] = _same_tangents
     gradient: Callable[[Tensor, Call], Tensor] = _same_gradient
     saved: Callable[[Outputs, Call], Outputs] = _same_outputs
     kv_forward: Callable[[int, int], int] = head_of_group
@@ -168,8 +178,12 @@ def run(
     truth: Trace | None = None,
     keep: tuple[str, ...] = KEPT,
     only: frozenset[tuple[int, int]] | None = None,
+    tangents: Mapping[str, Tensor] | None = None,
 ) -> Outputs:
-    """Outputs and gradients of the mutant. `truth` lets an unchanged forward be reused; `storage` rounds operands to it."""
+    """Outputs and gradients of the mutant, and tangents of its outputs along `tangents`.
+
+    `truth` lets an unchanged forward be reused; `storage` rounds operands to it.
+    """
 
     def rounding(name: str, value: Tensor) -> Tensor:
         return value if storage is None or name not in OPERANDS else value.to(storage).to(dtype)
@@ -195,7 +209,17 @@ def run(
             raise NotImplementedError(f"no mutant of the oracle computes {unknown[0]}")
         names = [name for name in keep if name in GRADIENT_STAGES]
         outputs |= dict(half(backward_call, gradient, dlse, names).items())
+    if tangents is not None and seen.q.shape == call.q.shape:
+        changed = {name: Stage.of(f, name) for name, f in {**mutant.forward, **mutant.tangent}.items()}
+        half = Half(FORWARD_MODE | changed, dtype, rounding, mutant.kv_forward, only=only)
+        outputs |= dict(tangent(seen, _seen_tangents(mutant, call, tangents), half).items())
     return mutant.finish(outputs, call)
+
+
+def _seen_tangents(mutant: Mutant, call: Call, tangents: Mapping[str, Tensor]) -> Tangents:
+    """The tangents of what the mutant sees: its view of a call is linear in the tensors."""
+    seen = mutant.sees(moved(call, tangents))
+    return mutant.along({name: x for name in LEARNED if (x := getattr(seen, name)) is not None})
 
 
 def relayout(dy: Tensor, seen: Call) -> Tensor:

@@ -39,26 +39,31 @@ def _short_segments(capped, bias, column, pair_bias, visible):
 
 _packed = partial(Defect, family="varlen", needs=packed, demo=PACKED)
 
+
+def _leak(name: str, title: str, does: str, stage: str, signal: str, confirm: str, mutant: Mutant) -> Defect:
+    """Boundaries that are not there."""
+    next_check = "Pack a single sequence: the comparison must turn healthy."
+    return _packed(name, title, does, stage, signal, next_check, confirm=f"mutant; {confirm}", variants=always(mutant))
+
+
 DEFECTS = [
-    _packed(
+    _leak(
         "varlen-leak",
         "packed sequences see each other: the boundaries are ignored",
         "cu_seqlens is not applied in forward and backward",
         "s",
         "o is wrong from the second sequence on",
-        "Pack a single sequence: the comparison must turn healthy.",
-        confirm="mutant; large values in one sequence change the others",
-        variants=always(Mutant(sees=one_sequence)),
+        "large values in one sequence change the others",
+        Mutant(sees=one_sequence),
     ),
-    _packed(
+    _leak(
         "varlen-leak-backward",
         "the backward ignores the boundaries between packed sequences",
         "cu_seqlens is applied in the forward only",
         "p (bwd)",
         "I2 and I3 fail per segment; o is fine",
-        "Pack a single sequence: the comparison must turn healthy.",
-        confirm="mutant; support crosses the boundary",
-        variants=always(Mutant(sees_backward=one_sequence)),
+        "support crosses the boundary",
+        Mutant(sees_backward=one_sequence),
     ),
     _packed(
         "varlen-last-segment",

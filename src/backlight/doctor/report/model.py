@@ -18,6 +18,8 @@ SCHEMA = 1
 # gradients of terms stand behind those of q, k and v; one that is not named here comes last
 TERMS_SHOWN = ("dbias", "dtau", "dsink", "dgate")
 STAGE_ORDER = ("s", "p", "lse", "o", "delta", "dp", "ds", *dict.fromkeys(("dq", "dk", "dv", *TERMS_SHOWN, *GRADIENTS)))
+# forward mode: its own output where the kernel has a jvp of its own, and the tangents of lse and o
+FORWARD_MODE = ("o (jvp)", "tlse", "to")
 
 Status = Literal["ok", "suspect", "culprit", "inherited", "precision", "unseen"]
 Severity = Literal["defect", "precision", "note", "test-fault"]

@@ -35,7 +35,8 @@ REORDERING = 2.0
 # rounding twice instead of once, or 16-bit lse, is still the same algorithm in fp32; TF32 is 1000 times that
 RHO_B_WIDE = 8.0
 
-TRUTH_OF = {"o": "y"}
+TRUTH_OF = {"o": "y", "o (jvp)": "y", "to": "ty"}
+LIKE_O = tuple(TRUTH_OF)
 PARAMETERS = tuple(f"d{name}" for name in PER_HEAD)
 
 
@@ -254,7 +255,7 @@ def _ulp(x: Tensor, truth: Tensor, usable: Tensor, dtype: torch.dtype) -> Tensor
 def exact_zeros(name: str, call: Call, truth: Tensor) -> Tensor:
     """Where a value is 0 by geometry alone: rows without keys, keys without rows, table entries no visible pair meets."""
     zeros = torch.zeros(truth.shape, dtype=torch.bool, device=truth.device)
-    if name == "o" or name in ROW_GRADIENTS or name in KEY_GRADIENTS:
+    if name in LIKE_O or name in ROW_GRADIENTS or name in KEY_GRADIENTS:
         for segment in call.segments():
             seen = intervals.unhidden_heads(call, segment).to(truth.device)
             if name in KEY_GRADIENTS:

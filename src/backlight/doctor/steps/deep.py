@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from backlight.doctor.report.model import Picture, Probe, StageRow
+from backlight.doctor.report.model import FORWARD_MODE, Picture, Probe, StageRow
 from backlight.doctor.steps import convention, exact, tomography
 from backlight.doctor.steps.compare import compare, judged
 from backlight.doctor.steps.explain import explain
@@ -144,7 +144,7 @@ def _judge_lse(sheet: Sheet, problem: Problem, values: dict[str, torch.Tensor], 
     if report:
         detail = "right" if not wrong else ", ".join(wrong) + " wrong when the loss uses lse"
         sheet.probes.append(Probe("gradient through lse", not wrong, detail))
-    already = any(r.status in ("culprit", "inherited") for r in sheet.rows)
+    already = any(r.status in ("culprit", "inherited") for r in sheet.rows if r.name not in FORWARD_MODE)
     if not wrong or already:
         return
     ranked = explain(problem, known, comparisons)

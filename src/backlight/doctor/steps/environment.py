@@ -8,13 +8,18 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from backlight.call import Call
 from backlight.doctor.steps.invariants import identities
+from backlight.doctor.subject import forward_mode
 from backlight.peers.eager import attention
 from backlight.problems import inputs
+from backlight.problems.along import draw
 from backlight.problems.axes import tensors_of
+from backlight.problems.problem import Problem
 from backlight.reference import oracle
+from backlight.reference.tangent import tangent
 from backlight.spec import TERM_NAMES, AttentionSpec
 
 
@@ -38,13 +43,29 @@ def environment(device: torch.device) -> dict[str, str]:
 @lru_cache(maxsize=1)
 def self_check() -> dict[str, Any]:
     """The oracle against autograd on a small problem with every term, and the identities on the oracle; cached per process."""
-    spec = AttentionSpec(causal=True, window=(7, 0), softcap=3.0, **dict.fromkeys(TERM_NAMES, True))
-    problem = inputs.make(spec, (1, 2, 9, 4), kv_heads=1, sk=11, dtype=torch.float64, seed=3)
+    problem = _every_term()
     difference = _autograd_difference(problem.call, problem.dy)
     plain = inputs.make(AttentionSpec(causal=True), (1, 2, 16, 8), dtype=torch.float32, seed=3)
     values = {"o": plain.truth.y.float()} | {n: plain.truth[n].float() for n in ("dq", "dk", "dv")}
     worst = max(i.ratio for i in identities(plain, values))
     return {"oracle_vs_autograd": difference, "identities": worst, "passed": difference <= 1e-10 and worst <= 2.0}
+
+
+def _every_term() -> Problem:
+    spec = AttentionSpec(causal=True, window=(7, 0), softcap=3.0, **dict.fromkeys(TERM_NAMES, True))
+    return inputs.make(spec, (1, 2, 9, 4), kv_heads=1, sk=11, dtype=torch.float64, seed=3)
+
+
+@lru_cache(maxsize=1)
+def tangents_checked() -> bool:
+    """The oracle's tangents against forward mode through plain PyTorch; for subjects that have one, since it takes a moment."""
+    call = _every_term().call
+    tangents = draw(call, seed=3)
+    with forward_ad.dual_level():
+        moving = {name: forward_mode.dual(x, tangents[name]) for name, x in tensors_of(call).items()}
+        ty = forward_ad.unpack_dual(attention(call)(**moving)).tangent
+    found = tangent(call, tangents).ty
+    return bool((ty - found).abs().max() <= 1e-10 * found.abs().max().clamp(min=1))
 
 
 def _autograd_difference(call: Call, dy: torch.Tensor) -> float:

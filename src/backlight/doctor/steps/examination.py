@@ -11,9 +11,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from backlight.doctor.defects.catalogue import BY_ID
-from backlight.doctor.report.model import Finding, Probe, Report, Where
+from backlight.doctor.report.model import FORWARD_MODE, Finding, Probe, Report, Where
 from backlight.doctor.report.words import counted
-from backlight.doctor.steps import convention, deep, probes, usable, verdict
+from backlight.doctor.steps import convention, deep, forward_mode, probes, usable, verdict
 from backlight.doctor.steps.compare import TRUTH_OF, Comparison, compare, judged
 from backlight.doctor.steps.environment import self_check
 from backlight.doctor.steps.explain import Explanation, explain
@@ -26,12 +26,10 @@ from backlight.doctor.subject.subject import Observed, Subject
 from backlight.doctor.subject.trouble import CouldNotRun
 from backlight.problems import inputs
 from backlight.problems.inputs import Settings
-from backlight.problems.problem import Problem, shrink
+from backlight.problems.problem import Problem
 from backlight.spec import AttentionSpec
 
 LEVELS = ("quick", "full", "forensic")
-# with more scores than this, a smaller problem of the same kind is explained instead
-EXPLAIN_CELLS = 16 * 512 * 512
 # here the probe names the input that is misread, not the tensors that come out wrong
 MISREAD = ("do-stride", "do-in-flight", "input-stride")
 
@@ -50,7 +48,8 @@ def diagnose(
     """Examine an attention kernel and say what is wrong with it.
 
     subject:  a differentiable callable f(q, k, v, **extras) -> o | (o, lse), an nn.Module, a (forward, backward) pair of raw
-              functions, or a `Subject`.
+              functions, or a `Subject`. Its tangents are examined too where it has a jvp: forward mode of a callable, the third
+              of (forward, backward, jvp), or `Subject.jvp`.
     spec:     what it is supposed to compute.
     q, k, v:  canonical [B,Hq,Sq,D], [B,Hkv,Sk,D], [B,Hkv,Sk,Dv] tensors (packed: B = 1 with cu_seqlens). When absent they are
               drawn from `shape` (B, Hq, Sq, D), `kv_heads`, `sk`, `dv`, `dtype`, `recipe` and `seed`, on `device`.
@@ -124,16 +123,22 @@ class Examination(Sheet):
         local = local_values(problem, values) if "o" in known else {}
         self.rows = verdict.stage_rows(problem, known, comparisons, local)
         self._observed_faults(observed)
+        seen = forward_mode.look(self, observed, values)
         self._probe(observed)
-        self._explain(known, comparisons, laws)
-        self._nonfinite(comparisons)
+        explained = self._explain(known, comparisons, laws)
+        if seen is not None:
+            forward_mode.conclude(self, seen, comparisons, explained)
+            if self.level != "quick":
+                forward_mode.common_tangent(self)
+        tangents = {} if seen is None else seen.comparisons
+        self._nonfinite(comparisons | tangents)
         if not any(f.severity != "note" for f in self.findings):
-            found = verdict.precision_finding(problem, comparisons, self.probes)
+            found = verdict.precision_finding(problem, comparisons, self.probes) or verdict.coarse_tangents(problem, tangents)
             if found is not None:
                 self.add(found)
             elif self.level == "quick" and verdict.precision_hint(problem, comparisons):
                 self.notes.append(verdict.precision_hint(problem, comparisons))
-        self.pictures += pictures(comparisons, self.probes, problem)
+        self.pictures += pictures(comparisons | tangents, self.probes, problem)
 
     def _observed_faults(self, observed: Observed) -> None:
         if observed.changed_inputs:
@@ -195,37 +200,39 @@ class Examination(Sheet):
             gone = {"race-lost-update", "do-stride", "input-stride"} if remembers else {"accumulates-over-calls"}
         self.findings = [f for f in self.findings if f.id not in gone]
 
-    def _explain(self, values: Mapping[str, Tensor], comparisons: dict[str, Comparison], laws: list[Identity]) -> None:
-        """Step 5: a name for what the comparison saw."""
+    def _explain(
+        self, values: Mapping[str, Tensor], comparisons: dict[str, Comparison], laws: list[Identity]
+    ) -> Explanation | None:
+        """Step 5: a name for what the comparison saw, returned where a mutant has it."""
         bad = [c for c in comparisons.values() if c.bad]
         broken_laws = [i for i in laws if not i.holds]
         if not bad and not broken_laws:
-            return
+            return None
         if any(f.id in ("race-lost-update", "input-changed", "accumulates-over-calls") for f in self.findings):
-            return
+            return None
         ranked, problem, _, cs, ids = self._candidates(values, comparisons, laws)
         if ranked and ranked[0].fits:
             self.add(verdict.from_explanation(ranked[0], ranked, problem, cs, ids))
-            return
+            return ranked[0]
         if any(f.id in ("stale-rows", "gradient-missing") for f in self.findings) or self._only_nonfinite(comparisons):
-            return
-        self.add(verdict.lower_precision(problem, cs) or verdict.open_finding(self.rows, problem, cs, ids, ranked))
+            return None
+        rows = [row for row in self.rows if row.name not in FORWARD_MODE]
+        self.add(verdict.lower_precision(problem, cs) or verdict.open_finding(rows, problem, cs, ids, ranked))
+        return None
 
     def _candidates(
         self, values: Mapping[str, Tensor], comparisons: dict[str, Comparison], laws: list[Identity]
     ) -> tuple[list[Explanation], Problem, Mapping[str, Tensor], dict[str, Comparison], list[Identity]]:
-        call = self.problem.call
-        if call.q.shape[0] * call.q.shape[1] * call.q.shape[2] * call.k.shape[2] > EXPLAIN_CELLS:
-            smaller = self._smaller()
-            if smaller is not None:
-                problem, seen, cs = smaller
-                self.notes.append(f"explained on a smaller problem of the same kind: {tuple(problem.call.q.shape)}")
-                return explain(problem, seen, cs), problem, seen, cs, identities(problem, seen)
+        smaller = self._smaller()
+        if smaller is not None:
+            problem, seen, cs = smaller
+            self.notes.append(f"explained on a smaller problem of the same kind: {tuple(problem.call.q.shape)}")
+            return explain(problem, seen, cs), problem, seen, cs, identities(problem, seen)
         return explain(self.problem, values, comparisons), self.problem, values, comparisons, laws
 
     def _smaller(self) -> tuple[Problem, dict[str, Tensor], dict[str, Comparison]] | None:
         """The first positions of a few heads, if the defect shows there too."""
-        problem = shrink(self.problem)
+        problem = self.smaller_problem()
         if problem is None:
             return None
         try:

@@ -6,18 +6,22 @@ the noise of a correct kernel; the share of the error energy it removes is what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from backlight.doctor.defects.catalogue import DEFECTS
+from backlight.doctor.defects.catalogue import OF_VALUES
 from backlight.doctor.defects.defect import Defect
 from backlight.doctor.defects.mutants import Mutant, run
 from backlight.doctor.steps.compare import CELL, TRUTH_OF, WHOLE, Comparison, ratio, to_cells, units_of
+from backlight.problems.along import Along
 from backlight.problems.problem import Problem
-from backlight.spec import OF_PAIRS
+from backlight.reference.tangent import TANGENTS
+from backlight.spec import GRADIENTS, OF_PAIRS
 
 FITS = 4.0
 # candidates whose misfit is this close cannot be told apart by the data; the catalogue's order decides
@@ -107,28 +111,29 @@ def explain(
     problem: Problem,
     values: Mapping[str, Tensor],
     comparisons: Mapping[str, Comparison],
-    defects: Iterable[Defect] = DEFECTS,
+    defects: Iterable[Defect] = OF_VALUES,
 ) -> list[Explanation]:
     """Candidates of `defects`, best first; `values` are the kernel's o, lse (natural) and gradients.
 
     Each candidate is first tried on the worst (batch, KV head) alone; only those that are not far off there run in full.
     """
-    observations = [Observation(n, x, problem) for n, x in values.items() if TRUTH_OF.get(n, n) in problem.truth]
+    observations = observed(problem, values)
     if not observations:
         return []
+    evaluate = evaluation(problem, observations)
     gains = {name: c.gain for name, c in comparisons.items() if c.gains}
     at = worst_head(problem, comparisons)
     sifted = []
     for defect in defects:
         for mutant in defect.candidates(problem.call, gains):
-            outputs = run(mutant, problem.call, problem.dy, problem.dlse, truth=problem.truth, only=frozenset([at]))
+            outputs = evaluate(mutant, only=frozenset([at]))
             sifted.append((max(o.misfit(outputs[o.key], at)[1] for o in observations), defect, mutant))
     close = [entry for entry in sifted if entry[0] <= SIFT] or sorted(sifted, key=lambda entry: entry[0])[:3]
     null = [o.misfit(problem.truth[o.key]) for o in observations]
     total, noise = sum(d for _, _, d in null), sum(o.noise for o in observations)
     found = []
     for _, defect, mutant in close:
-        outputs = run(mutant, problem.call, problem.dy, problem.dlse, truth=problem.truth)
+        outputs = evaluate(mutant)
         parts = [o.misfit(outputs[o.key]) for o in observations]
         left = max(0.0, sum(d for _, _, d in parts) - noise)
         explained = 1 - left / max(total - noise, left, 1e-300)
@@ -140,6 +145,20 @@ def explain(
 def sums_over_heads(name: str, x: Tensor) -> bool:
     """Whether a value may be a sum over heads or batch entries, so that one of them alone does not make it."""
     return x.dim() < 3 or name[1:] in OF_PAIRS
+
+
+def observed(problem: Problem, values: Mapping[str, Tensor]) -> list[Observation]:
+    return [Observation(n, x, problem) for n, x in values.items() if TRUTH_OF.get(n, n) in problem.truth]
+
+
+def evaluation(problem: Problem, observations: Iterable[Observation]) -> Callable[..., dict[str, Tensor]]:
+    """How a mutant is run on a problem: in the directions that were observed."""
+    keys = {each.key for each in observations}
+    backward = any(key in GRADIENTS for key in keys)
+    given: dict[str, Any] = {"truth": problem.truth, "dlse": problem.dlse if backward else None}
+    if isinstance(problem, Along) and any(key in TANGENTS for key in keys):
+        given["tangents"] = problem.tangents
+    return partial(run, call=problem.call, dy=problem.dy if backward else None, **given)
 
 
 def worst_head(problem: Problem, comparisons: Mapping[str, Comparison]) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from backlight import intervals
 from backlight.call import Call
 from backlight.doctor.defects.mutants import BACKWARD_HALF, FORWARD_HALF, SAVED_ROWS, Half
 from backlight.doctor.report.model import Where
-from backlight.doctor.steps.compare import CELL, TILE, Comparison, ratio, to_cells, units_of
+from backlight.doctor.steps.compare import CELL, LIKE_O, TILE, Comparison, ratio, to_cells, units_of
 from backlight.problems.axes import ROW_GRADIENTS
 from backlight.problems.kink import KINK
 from backlight.problems.problem import Problem
@@ -21,7 +21,7 @@ from backlight.reference.trace import Values
 from backlight.spec import GRADIENTS, OF_PAIRS
 
 COVER = 0.99
-ROW_TENSORS = ("o", "lse", *ROW_GRADIENTS, *(f"d{name}" for name in OF_PAIRS))
+ROW_TENSORS = (*LIKE_O, "lse", "tlse", *ROW_GRADIENTS, *(f"d{name}" for name in OF_PAIRS))
 
 
 # --- the smallest description of a wrong set -------------------------------------------------------------------------------

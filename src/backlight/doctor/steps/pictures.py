@@ -12,10 +12,11 @@ from backlight.problems.problem import Problem
 
 EDGES = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 1024]
 HEADS_SHOWN = 32
+ALWAYS_SHOWN = ("o", "dq", "dk", "dv", "to")
 
 
 def pictures(comparisons: Mapping[str, Comparison], probes: list[Probe], problem: Problem) -> list[Picture]:
-    found = [head_tiles(c) for c in comparisons.values() if c.truth.dim() >= 3 and (c.bad or c.name in ("o", "dq", "dk", "dv"))]
+    found = [head_tiles(c) for c in comparisons.values() if c.truth.dim() >= 3 and (c.bad or c.name in ALWAYS_SHOWN)]
     found.append(ulp(comparisons, problem))
     found += [repeats(p) for p in probes if p.name == "repeats" and "rows" in p.data and "runs" in p.data]
     return found
@@ -37,7 +38,7 @@ def ulp(comparisons: Mapping[str, Comparison], problem: Problem) -> Picture:
     edges = torch.tensor(EDGES, dtype=torch.float64)
     counts = {}
     for name, c in comparisons.items():
-        if name == "lse" or not c.ulp.numel():
+        if name in ("lse", "tlse") or not c.ulp.numel():
             continue
         bins = torch.bucketize(c.ulp.cpu(), edges, right=True).sub(1).clamp(min=0)
         counts[name] = torch.bincount(bins, minlength=len(EDGES)).tolist()

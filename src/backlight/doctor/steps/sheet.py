@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from backlight.doctor.defects.catalogue import BY_ID
-from backlight.doctor.report.model import Finding, Picture, Probe, Report, StageRow, Where
+from backlight.doctor.report.model import FORWARD_MODE, Finding, Picture, Probe, Report, StageRow, Where
 from backlight.doctor.steps import verdict
 from backlight.doctor.steps.environment import environment
 from backlight.doctor.steps.expected import expected_zeros
 from backlight.doctor.subject.subject import Subject
 from backlight.problems.axes import tensors_of
-from backlight.problems.problem import Problem
+from backlight.problems.problem import Problem, shrink
+
+# with more scores than this, a smaller problem of the same kind is explained instead
+EXPLAIN_CELLS = 16 * 512 * 512
 
 # a probe that caught the subject in the act outranks an explanation of a single run
 PROBE_SCORES = {
@@ -29,6 +32,7 @@ class Sheet:
     def __init__(self, subject: Subject, problem: Problem, level: str):
         self.subject, self.problem, self.level = subject, problem, level
         self.notes: list[str] = []
+        self.tangents = ""
         self.probes: list[Probe] = []
         self.rows: list[StageRow] = []
         self.findings: list[Finding] = []
@@ -52,6 +56,11 @@ class Sheet:
                 PROBE_SCORES.get(name, 105.0) if defect.severity != "note" else 1.0,
             )
         )
+
+    def smaller_problem(self) -> Problem | None:
+        """Part of a problem that is too large to try every candidate on, if it can be cut."""
+        b, h, sq, _ = self.problem.call.q.shape
+        return shrink(self.problem) if b * h * sq * self.problem.call.k.shape[2] > EXPLAIN_CELLS else None
 
     def add(self, finding: Finding) -> None:
         self.findings.append(finding)
@@ -77,6 +86,8 @@ class Sheet:
             return
         rows = [*self.rows, *self.extra_rows]
         for row in rows:
+            if (row.name in FORWARD_MODE) != (finding.stage in FORWARD_MODE):
+                continue
             if row.name == finding.stage and row.status != "ok":
                 row.status = "culprit"
             elif row.status in ("culprit", "suspect"):
@@ -95,6 +106,9 @@ class Sheet:
         if untold:
             words = ", ".join(untold)
             self.notes.append(f"the subject has no parameter for {words}: assumed to be built in")
+        recipe = describe_problem(self.problem, self.level) | {"notes": self.notes, "layout": self.subject.layout}
+        if self.tangents:
+            recipe["tangents"] = self.tangents
         order = {name: i for i, name in enumerate(verdict.ORDER)}
         rows = sorted([*self.rows, *self.extra_rows], key=lambda r: order.get(r.name, 99))
         return Report(
@@ -108,7 +122,7 @@ class Sheet:
             expected_zeros=expected_zeros(call),
             pictures=self.pictures,
             environment=environment(call.q.device),
-            recipe=describe_problem(self.problem, self.level) | {"notes": self.notes, "layout": self.subject.layout},
+            recipe=recipe,
             spec={f: getattr(call.spec, f) for f in call.spec.__dataclass_fields__},
             self_check=health,
             seconds=seconds,

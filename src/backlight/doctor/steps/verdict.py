@@ -14,7 +14,7 @@ from torch import Tensor
 
 from backlight.doctor.defects.catalogue import BY_ID
 from backlight.doctor.defects.constants import times
-from backlight.doctor.report.model import STAGE_ORDER, Confidence, Finding, Probe, StageRow, Where
+from backlight.doctor.report.model import FORWARD_MODE, STAGE_ORDER, Confidence, Finding, Probe, StageRow, Where
 from backlight.doctor.report.words import counted
 from backlight.doctor.steps.compare import RHO_B, RHO_B_WIDE, RHO_FAIL, TRUTH_OF, Comparison
 from backlight.doctor.steps.explain import Explanation
@@ -26,12 +26,12 @@ from backlight.reference.eager import UNROUNDED
 
 # excess over a flash kernel in the backward alone, or in the forward too: 16-bit sums, or 16-bit scores
 EXCESS = 1.15
-ORDER = ("s", "p", "lse", "o", "p (bwd)", *STAGE_ORDER[4:])
+ORDER = ("s", "p", "lse", "o", "p (bwd)", *STAGE_ORDER[4:], *FORWARD_MODE)
 
 
 def precision_limit(problem: Problem, name: str = "o") -> float:
     """rho_B that counts as a loss of precision; lse and learned terms stay fp32 whatever the inputs are."""
-    return RHO_B if problem.sixteen_bit and name != "lse" else RHO_B_WIDE
+    return RHO_B if problem.sixteen_bit and name not in ("lse", "tlse") else RHO_B_WIDE
 
 
 def stage_rows(
@@ -223,9 +223,7 @@ def precision_finding(problem: Problem, comparisons: Mapping[str, Comparison], p
     identifier = "precision-scores" if low and forward_too and not confirmed else "precision-accumulation"
     shown = confirmed or low
     names = ", ".join(c.name for c in shown)
-    lines = [
-        f"{c.name}: {c.versus_flash:.2f} x the error of a flash kernel, worst cell {c.rho_a:.2f} x plain PyTorch" for c in shown
-    ]
+    lines = [_coarseness(c) for c in shown]
     if exact is not None:
         lines.append(f"exact-arithmetic probe: {exact.detail}")
     defect = BY_ID[identifier]
@@ -241,6 +239,24 @@ def precision_finding(problem: Problem, comparisons: Mapping[str, Comparison], p
     return Finding(
         identifier, title, "precision", worst.name, place, lines, mechanism, confidence, defect.next_check, None, 30.0
     )  # fmt: skip
+
+
+def _coarseness(c: Comparison) -> str:
+    return f"{c.name}: {c.versus_flash:.2f} x the error of a flash kernel, worst cell {c.rho_a:.2f} x plain PyTorch"
+
+
+def coarse_tangents(problem: Problem, tangents: Mapping[str, Comparison]) -> Finding | None:
+    """Tangents below yardstick A and above yardstick B."""
+    low = [c for c in tangents.values() if not c.bad and not c.rho_b <= precision_limit(problem, c.name)]
+    if not low:
+        return None
+    worst = max(low, key=lambda c: c.versus_flash)
+    title = f"forward mode: {', '.join(c.name for c in low)} right, with less precision than the algorithm allows"
+    lines = [_coarseness(c) for c in low]
+    check = (
+        "Run with --level full: it tells whether what the tangents of a row's scores have in common is rounded with the rest."
+    )
+    return Finding("open", title, "precision", worst.name, worst_cell(worst), lines, "open", "medium", check, None, 30.0)
 
 
 def precision_hint(problem: Problem, comparisons: Mapping[str, Comparison]) -> str:

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -50,8 +51,21 @@ def own(name: str, attention: Callable[..., Any], attention_varlen: Callable[...
     return Subject(partial(attention, return_lse=True, backend=backend), layout="BHSD", name=name)
 
 
+def user_subject(reference: str) -> Subject:
+    """A function of the user's; a function of its name and `_jvp` beside it gives its tangents."""
+    function, owner = _located(reference)
+    jvp = getattr(owner, f"{reference.rpartition(':')[2].rpartition('.')[2]}_jvp", None)
+    found = Subject.of(function)
+    return replace(found, jvp=jvp) if callable(jvp) and found.jvp is None else found
+
+
 def user_function(reference: str) -> Callable[..., Any]:
     """`path/to/file.py:fn` or `package.module:fn`; attributes of objects work too (`file.py:Model.forward`)."""
+    return _located(reference)[0]
+
+
+def _located(reference: str) -> tuple[Any, Any]:
+    """What a reference names, and the module or object that holds it."""
     place, _, attribute = reference.rpartition(":")
     if not place or not attribute:
         raise UnknownSubject(f"{reference!r} names no function: write file.py:function or module:function")
@@ -63,13 +77,14 @@ def user_function(reference: str) -> Callable[..., Any]:
         with subject_code():
             module = importlib.import_module(place)
     found: Any = module
+    owner: Any = module
     for part in attribute.split("."):
         with subject_code(module.__file__):
             known = hasattr(found, part)
         if not known:
             raise UnknownSubject(f"{place} has no {attribute!r}; it defines {', '.join(_callables(module)) or 'no functions'}")
-        found = getattr(found, part)
-    return found
+        owner, found = found, getattr(found, part)
+    return found, owner
 
 
 def _module_from_file(path: Path) -> ModuleType:

@@ -1,8 +1,9 @@
 """The thing under examination: any attention callable, called by keyword, in its own layout, with its gradients taken.
 
-A subject may be a differentiable callable, an `nn.Module`, or a raw (forward, backward) pair. `Subject.run` speaks canonical
-`[B, H, S, D]` on the outside; inside it hands over BHSD, BSHD or packed `[T, H, D]` tensors and only those keywords that the
-callable accepts. What a callable cannot be told (a spec feature without a matching parameter) is reported, never guessed.
+A subject may be a differentiable callable, an `nn.Module`, or a raw (forward, backward) pair; its tangents are taken in
+`forward_mode`. `Subject.run` speaks canonical `[B, H, S, D]` on the outside; inside it hands over BHSD, BSHD or packed
+`[T, H, D]` tensors and only those keywords that the callable accepts. What a callable cannot be told (a spec feature without a
+matching parameter) is reported, never guessed.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class Observed:
 class Subject:
     """forward(q, k, v, **extras) -> o | (o, lse) | dict; backward(do, q, k, v, o, lse, **extras) -> tuple | dict, or None.
 
+    jvp(q, k, v, tq, tk, tv, **extras) -> (o, to) | ((o, lse), (to, tlse)) | dict, or None: forward mode of forward is tried.
     layout: "BHSD", "BSHD", "packed" or "auto" (matched on o). lse: "auto" fits lse_kernel = a * lse + b, or a pair (a, b).
     config: keyword -> values the tile-size probe may try. params: learned terms whose gradients count; () = all accepted.
     """
@@ -78,14 +80,17 @@ class Subject:
     params: tuple[str, ...] = ()
     name: str = ""
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    jvp: Callable[..., Any] | None = None
 
     @staticmethod
     def of(subject: Any) -> Subject:
-        """A Subject from a callable, a module, a (forward, backward) pair, or a Subject."""
+        """A Subject from a callable, a module, a (forward, backward) pair or (forward, backward, jvp), or a Subject."""
         if isinstance(subject, Subject):
             return subject
         if isinstance(subject, tuple) and len(subject) == 2 and all(map(callable, subject)):
             return Subject(*subject)
+        if isinstance(subject, tuple) and len(subject) == 3 and all(callable(f) or f is None for f in subject) and subject[0]:
+            return Subject(*subject[:2], jvp=subject[2])
         wanted = "subject must be a callable, a module, a (forward, backward) pair or a Subject"
         if isinstance(subject, type):
             raise TypeError(f"{wanted}, got the class {subject.__qualname__}: make an object of it, or name its method")
@@ -196,7 +201,7 @@ class Subject:
     def _forward(self, tensors: dict[str, Tensor], extras: dict[str, Any]) -> dict[str, Any]:
         with subject_code(self.file):
             out = _as_dict(_invoke(self.forward, tensors, extras | dict(self.fixed)), ("o", "lse"))
-            _wait(tensors["q"])
+            wait(tensors["q"])
         o, device = out.get("o"), tensors["q"].device
         if not isinstance(o, Tensor):
             held = f"a {type(o).__name__} for o" if "o" in out else f"no o but {', '.join(map(repr, out)) or 'nothing'}"
@@ -228,14 +233,14 @@ class Subject:
                 return {}
             with subject_code(self.file):
                 found = torch.autograd.grad(outputs, [inputs[n] for n in counted], grads, allow_unused=True)
-                _wait(do)
+                wait(do)
             named: dict[str, Any] = {f"d{n}": g for n, g in zip(counted, found, strict=True)}
         else:
             told = {"do": do, "dy": do, "o": out["o"], "y": out["o"], "lse": out.get("lse"), "dlse": dlse}
             told = {n: x for n, x in told.items() if x is not None} | {n: inputs[n] for n in QKV}
             with subject_code(self.file):
                 named = _as_dict(_invoke_backward(self.backward, told, extras), tuple(f"d{n}" for n in counted))
-                _wait(do)
+                wait(do)
         shaped = dict.fromkeys(ROW_GRADIENTS, layout.take_rows) | dict.fromkeys(KEY_GRADIENTS, layout.take_keys)
         return {n: shaped[n](g, n) if n in shaped and g is not None else g for n, g in named.items()}
 
@@ -340,7 +345,7 @@ def _as_dict(out: Any, names: tuple[str, ...]) -> dict[str, Any]:
     raise CouldNotRun(f"the subject returned {type(out).__name__}; expected a tensor, a tuple or a dict of tensors")
 
 
-def _wait(x: Tensor) -> None:
+def wait(x: Tensor) -> None:
     """Kernels on a GPU fail some time after their launch; waiting here ties the failure to the subject."""
     if x.is_cuda:
         torch.cuda.synchronize(x.device)

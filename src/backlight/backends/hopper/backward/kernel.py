@@ -108,7 +108,9 @@ def memory_of(q_desc, lse_desc, V: gl.constexpr):
     dk = k
     dv = v
     if V.EARLY:
-        dk = smem_reinterpret(dq, dtype, [V.BN, V.BD], k_l)
+        # Triton 3.8 wants as many bytes as there are
+        SLOTS: gl.constexpr = 2 * V.BM // V.BN
+        dk = smem_reinterpret(dq, dtype, [SLOTS, V.BN, V.BD], k_l).index(0)
         dv = gl.allocate_shared_memory(dtype, [V.BN, V.BDV], v_l)
     tile, tile_full, tile_empty = published_memory(1)
     kv_full = barriers(1, 1)

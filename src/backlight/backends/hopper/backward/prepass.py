@@ -13,6 +13,7 @@ Of the learned terms, gate (do and dgate, eq. 18), sink (dsink, eq. 23) and most
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -110,6 +111,17 @@ def rows_at(ptr, strides, b, h, row, columns):
 
 
 @triton.jit
+def incoming_at(ptr, strides, b, h, row, columns, V: tl.constexpr):
+    """Rows of dy, of any strides where it has to be copied."""
+    if V.COPY_DO:
+        ptr += b * strides[0] + h * strides[1]
+        place = ptr + row[:, None] * strides[2] + columns[None, :] * strides[3]
+    else:
+        place = rows_at(ptr, strides, b, h, row, columns)
+    return place
+
+
+@triton.jit
 def visible_count(position, sk, left, right, V: tl.constexpr):
     """Eq. 3, of rows that exist."""
     n = position * 0 + sk
@@ -134,6 +146,14 @@ def clear_rows(acc_ptr, first, lanes, V: tl.constexpr):
     tl.store(acc_ptr + first * BD + lanes[:, None] * BD + tl.arange(0, BD)[None, :], zero)
 
 
+@triton.jit
+def clear_counters(ptr, V: tl.constexpr):
+    """From the first the next kernel's programs draw their tiles; the second is the number of those that live."""
+    tl.store(ptr, 0.0)
+    if V.INTERVALS:
+        tl.store(ptr + 1, 0.0)
+
+
 @triton.jit(do_not_specialize=[*STRIDES, "n_segments", "heads", "sq", "tiles", "sk", "left", "right"])
 def _prepass_kernel(
     y_ptr, dy_ptr, lse_ptr, dlse_ptr, do_ptr, lse2_ptr, delta_ptr, acc_ptr, packing, n_segments, heads, sq, tiles,
@@ -154,12 +174,8 @@ def _prepass_kernel(
     columns = tl.arange(0, V.BDV)
     mask = inside[:, None] & (columns < V.DV)[None, :]
     y = tl.load(rows_at(y_ptr, (y_stride_b, y_stride_h, y_stride_s), b, h, row, columns), mask=mask, other=0.0)
-    if V.COPY_DO:
-        dy_ptr += b * dy_stride_b + h * dy_stride_h
-        dy = tl.load(dy_ptr + row[:, None] * dy_stride_s + columns[None, :] * dy_stride_d, mask=mask, other=0.0)
-    else:
-        dy_ptr += (b * dy_stride_b + h * dy_stride_h) * UNIT
-        dy = tl.load(dy_ptr + row[:, None] * (dy_stride_s * UNIT) + columns[None, :], mask=mask, other=0.0)
+    dy_strides = (dy_stride_b, dy_stride_h, dy_stride_s, dy_stride_d)
+    dy = tl.load(incoming_at(dy_ptr, dy_strides, b, h, row, columns, V), mask=mask, other=0.0)
     product = y.to(tl.float32) * dy.to(tl.float32)
     delta = tl.sum(product, 1)
     if V.GATE:
@@ -191,11 +207,7 @@ def _prepass_kernel(
     tl.store(lse2_ptr + padded + lanes, tl.where(seen, lse * log2e, float("inf")))
     tl.store(delta_ptr + padded + lanes, delta)
     if (tile == tiles - 1) & (head == tl.num_programs(1) - 1):
-        # the counter from which the next kernel's programs draw their tiles
-        tl.store(delta_ptr + padded + BM, 0.0)
-        if V.INTERVALS:
-            # the number of tiles that live
-            tl.store(delta_ptr + padded + BM + 1, 0.0)
+        clear_counters(delta_ptr + padded + BM, V)
     if V.COPY_DO or V.GATE:
         place = do_ptr + (head.to(tl.int64) * sq + row)[:, None] * V.DV + columns[None, :]
         tl.store(place, dy.to(do_ptr.dtype.element_ty), mask=mask)
@@ -260,34 +272,25 @@ def prepass(
 ) -> Rows:
     """Fills dgate, dsink and dtau of `out` where they are needed."""
     call = launch.call
-    tiles = launch.row_tiles(config.block_m)
-    cu_q, cu_k, first_tiles, n_segments = launch.packing(call.cu_seqlens_q, config.block_m)
-    heads = launch.batch * launch.heads
-    length = heads * tiles * config.block_m
-
-    def vector(size: int | tuple[int, ...], wanted: bool = True) -> Any:
-        return torch.empty(size, dtype=torch.float32, device=y.device) if wanted else None
-
-    # 64 more: the kernel that owns rows takes them 128 at a time
-    lse2, delta = vector(length + 64), vector(length + 64)
-    acc = vector(length * launch.bd, clear_dq)
     has_gate, has_sink, has_tau = call.gate is not None, call.sink is not None, call.tau is not None
     copy = launch.once("copy do", lambda: dy.dtype != y.dtype or not tma_reads(dy))
     do = torch.empty(dy.shape, dtype=y.dtype, device=dy.device) if copy or has_gate else dy
+    rows = blank_rows(launch, config, do, clear_dq)
     gate = readable(call.gate) if call.gate is not None else None
     dgate = torch.empty_like(gate) if gate is not None and "dgate" in needs else None
     u = readable(u) if u is not None else None
-    parts = (launch.batch, launch.heads, tiles)
-    share, dtau, dsink = vector(length + 64, has_tau), vector(parts, has_tau), vector(parts, has_sink)
-    rows = Rows(config, do, lse2, delta, share, acc, tiles, cu_q, cu_k, first_tiles, n_segments)
+    parts = partial(torch.empty, (launch.batch, launch.heads, rows.tiles), dtype=torch.float32, device=y.device)
+    dtau, dsink = parts() if has_tau else None, parts() if has_sink else None
     last = lse if dlse is None else dlse
 
-    packing, terms = Packing(cu_q, None, None, first_tiles), RowTerms(launch.sink, dsink, launch.tau, dtau, share, u)
-    cu_k = cu_k if has_tau else None
+    packing = Packing(rows.cu_q, None, None, rows.first_tiles)
+    terms = RowTerms(launch.sink, dsink, launch.tau, dtau, rows.share, u)
+    cu_k = rows.cu_k if has_tau else None
 
     def describe() -> dict[str, Any]:
         args = [
-            *(y, dy, lse, last, do, lse2, delta, rows.accumulator, packing, n_segments, launch.heads, launch.sq, tiles),
+            *(y, dy, lse, last, do, rows.lse2, rows.delta, rows.accumulator, packing),
+            *(rows.n_segments, launch.heads, launch.sq, rows.tiles),
             *eighths(y),
             *(dy.stride() if copy else (*eighths(dy), 0)),
             *last.stride(),
@@ -297,33 +300,48 @@ def prepass(
             *(terms, *eighths(u)),
             *((cu_k, launch.sk, call.spec.left or 0, call.spec.right or 0) if has_tau else (None,) * 4),
         ]
-        variant = Variant(
-            DV=launch.dv,
-            BD=launch.bd,
-            BDV=launch.bdv,
-            BM=config.block_m,
-            HAS_DLSE=dlse is not None,
-            COPY_DO=copy,
-            CLEAR_DQ=acc is not None,
-            VARLEN=call.varlen,
-            GATE=has_gate,
-            DGATE=dgate is not None,
-            SINK=has_sink,
-            TAU=has_tau,
-            HAS_LEFT=has_tau and call.spec.left is not None,
-            HAS_RIGHT=has_tau and call.spec.right is not None,
-            INTERVALS=call.rows is not None,
-        )
-        warps = 8 if has_gate or has_tau else 4
-        return {"grid": (tiles, heads), "args": args, "constants": {"V": variant}, "num_warps": warps}
+        variant = variant_of(launch, rows, has_dlse=dlse is not None, copies=copy, dgate=dgate is not None)
+        grid, warps = (rows.tiles, launch.batch * launch.heads), 8 if has_gate or has_tau else 4
+        return {"grid": grid, "args": args, "constants": {"V": variant}, "num_warps": warps}
 
-    tensors = (y, dy, lse, last, do, lse2, delta, rows.accumulator, *packing, gate, dgate, *terms, cu_k)
+    tensors = (y, dy, lse, last, do, rows.lse2, rows.delta, rows.accumulator, *packing, gate, dgate, *terms, cu_k)
     launch.start(_prepass_kernel, tensors, describe)
 
     if dgate is not None:
         out["dgate"] = dgate
-    if call.sink is not None and "dsink" in needs:
-        out["dsink"] = launch.head_sums(dsink, call.sink.dtype, "dsink")
-    if call.tau is not None and "dtau" in needs:
-        out["dtau"] = launch.head_sums(dtau, call.tau.dtype, "dtau")
+    for name, sums, term in (("dsink", dsink, call.sink), ("dtau", dtau, call.tau)):
+        if sums is not None and term is not None and name in needs:
+            out[name] = launch.head_sums(sums, term.dtype, name)
     return rows
+
+
+def blank_rows(launch: Launch, config: BackwardConfig, do: Tensor, clear_dq: bool) -> Rows:
+    """Memory for what the pre-pass leaves."""
+    call, tiles = launch.call, launch.row_tiles(config.block_m)
+    length = launch.batch * launch.heads * tiles * config.block_m
+    new = partial(torch.empty, dtype=torch.float32, device=do.device)
+    # 64 more: the kernel that owns rows takes them 128 at a time
+    lse2, delta = new(length + 64), new(length + 64)
+    share, acc = new(length + 64) if call.tau is not None else None, new(length * launch.bd) if clear_dq else None
+    return Rows(config, do, lse2, delta, share, acc, tiles, *launch.packing(call.cu_seqlens_q, config.block_m))
+
+
+def variant_of(launch: Launch, rows: Rows, has_dlse: bool, copies: bool, dgate: bool) -> Variant:
+    call, has_tau = launch.call, launch.call.tau is not None
+    return Variant(
+        DV=launch.dv,
+        BD=launch.bd,
+        BDV=launch.bdv,
+        BM=rows.config.block_m,
+        HAS_DLSE=has_dlse,
+        COPY_DO=copies,
+        CLEAR_DQ=rows.acc is not None,
+        VARLEN=call.varlen,
+        GATE=call.gate is not None,
+        DGATE=dgate,
+        SINK=call.sink is not None,
+        TAU=has_tau,
+        HAS_LEFT=has_tau and call.spec.left is not None,
+        HAS_RIGHT=has_tau and call.spec.right is not None,
+        INTERVALS=call.rows is not None,
+    )

@@ -32,7 +32,7 @@ from backlight.spec import LOG2E
 class Schedule:
     """Tiles of a forward and the programs that share them; dynamic: they draw tiles from a counter."""
 
-    config: ForwardConfig
+    config: Any
     row_tiles: int
     n_tiles: int
     programs: int
@@ -40,14 +40,17 @@ class Schedule:
     dynamic: bool
 
     @classmethod
-    def of(cls, launch: Launch) -> "Schedule":
+    def of(cls, launch: Launch, config: Any) -> "Schedule":
         call = launch.call
-        config = forward_config(call) if call.tau is None else elastic_config(call)
         row_tiles = launch.row_tiles(config.block_m)
         n_tiles = row_tiles * launch.batch * launch.heads
         programs = min(n_tiles, multiprocessors(call.q.device)) if config.persistent else n_tiles
         uneven = is_masked(call) or call.varlen
         return cls(config, row_tiles, n_tiles, programs, uneven, uneven and config.drawn and programs < n_tiles)
+
+
+def config_of(call: Call) -> ForwardConfig:
+    return forward_config(call) if call.tau is None else elastic_config(call)
 
 
 def scale_of(call: Call) -> Scale:
@@ -108,7 +111,7 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
     if y.numel() == 0 or launch.sk == 0:
         empty = -torch.inf if call.sink is None else call.sink.float()[None, :, None].expand_as(lse)
         return y.zero_(), lse.copy_(torch.as_tensor(empty)), None if u is None else u.zero_()
-    schedule = launch.once("forward", lambda: Schedule.of(launch))
+    schedule = launch.once("forward", lambda: Schedule.of(launch, config_of(call)))
     cu_q, cu_k, first_tiles, n_segments = launch.packing(call.cu_seqlens_q, schedule.config.block_m)
     tiles = visited_tiles(launch, schedule, cu_q, cu_k, first_tiles)
     counter = launch.counter(schedule.dynamic)

@@ -1,0 +1,120 @@
+"""dq of second derivatives: one program owns BM rows of a query head and visits the keys they see (eq. 58, split form)."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from backlight.backends.triton.band import add_bias, head_table, table_entry
+from backlight.backends.triton.launch import Launch, rows_of
+from backlight.backends.triton.loads import at, key_tile, load_vector, own_tile, row_state, store_tile
+from backlight.backends.triton.moving import score_gradient, scores_and_cap, tangent_gradient
+from backlight.backends.triton.primitives import Sight, key_span, row_block, tile_weights
+from backlight.backends.triton.second_rows import Prepared
+from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
+
+
+@triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
+def _second_dq_kernel(
+    q_rows, k_rows, v_rows, tq_rows, tk_rows, tv_rows, do_rows, dto_rows, dq_rows, k_desc, v_desc, tk_desc, tv_desc, sums,
+    table_ptr, ttable_ptr, scale, pitch16, mask, packing, geometry, sq, sk, n_segments,
+    V: tl.constexpr, T: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    block = row_block(packing, sq, sk, n_segments, geometry, V, BM)
+    table_ptr = head_table(table_ptr, block.h, geometry, True)
+    ttable_ptr = head_table(ttable_ptr, block.h, geometry, True)
+    key_lanes = tl.arange(0, BN)[None, :]
+    q = own_tile(q_rows, block, BM, V.D, V.BD)
+    if T.Q:
+        tq = own_tile(tq_rows, block, BM, V.D, V.BD)
+    if T.DO:
+        do = own_tile(do_rows, block, BM, V.DV, V.BDV)
+    if T.DTO:
+        dto = own_tile(dto_rows, block, BM, V.DV, V.BDV)
+    offset = row_state(block.b, block.h, block.row, pitch16, geometry)
+    minus_lse2 = load_vector(sums.minus_lse2 + offset, 0, block.n_rows, float("-inf"), BM, True)[:, None]
+    mu = load_vector(sums.mu + offset, 0, block.n_rows, 0.0, BM, True)[:, None]
+    eta = load_vector(sums.eta + offset, 0, block.n_rows, 0.0, BM, True)[:, None]
+    delta = load_vector(sums.delta + offset, 0, block.n_rows, 0.0, BM, True)[:, None]
+    BD: tl.constexpr = V.BD
+    dq = tl.zeros([BM, BD], tl.float32)
+    span = key_span(block, geometry, V, BN)
+    key_tiles = tiles_of(sk, n_segments, V, BN)
+    visits = visits_of(span, mask, block.b, block.h, block.tile, tl.num_programs(0), key_tiles, geometry, V, BN)
+    intervals = intervals_of(mask, block.b, block.h, block.segment, sq, sk, n_segments, geometry, V, BN)
+    sight = Sight(intervals, block.segment, packing)
+    if visits.start < visits.stop:
+        for step in range(visits.start, visits.stop, BN):
+            j0, at_edge = visited(step, visits, V, BN)
+            k = key_tile(k_rows, k_desc, block, j0, BN, V.D, V.BD, TMA)
+            t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
+            tx = 0.0
+            if T.Q:
+                tx = tl.dot(tq, tl.trans(k), input_precision=V.PRECISION)
+            if T.K:
+                tk = key_tile(tk_rows, tk_desc, block, j0, BN, V.D, V.BD, TMA)
+                if T.Q:
+                    tx = tl.dot(q, tl.trans(tk), tx, input_precision=V.PRECISION)
+                else:
+                    tx = tl.dot(q, tl.trans(tk), input_precision=V.PRECISION)
+            s, tanh, slope = scores_and_cap(t, minus_lse2, geometry, V)
+            tx = tx * scale
+            ts = tx
+            if V.SOFTCAP:
+                ts = tx * slope
+            entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
+            if V.BIAS:
+                s = add_bias(s, geometry.unit, table_ptr, entry, j0, span, geometry, V, BM, BN)
+            if T.BIAS:
+                ts = add_bias(ts + tl.zeros([BM, BN], tl.float32), 1.0, ttable_ptr, entry, j0, span, geometry, V, BM, BN)
+            # after the branches of the bias (dq.py)
+            b = 0.0
+            c = 0.0
+            v = key_tile(v_rows, v_desc, block, j0, BN, V.DV, V.BDV, TMA)
+            if T.DTO:
+                b = tl.dot(dto, tl.trans(v), input_precision=V.PRECISION)
+            if T.DO:
+                c = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
+            if T.DTO and T.V:
+                tv = key_tile(tv_rows, tv_desc, block, j0, BN, V.DV, V.BDV, TMA)
+                if T.DO:
+                    c = tl.dot(dto, tl.trans(tv), c, input_precision=V.PRECISION)
+                else:
+                    c = tl.dot(dto, tl.trans(tv), input_precision=V.PRECISION)
+            if V.INTERVALS == 0:
+                at_edge = (j0 < span.low) | (j0 > span.high)
+            keys = j0 + key_lanes
+            p, _ = tile_weights(s, 0.0, 0.0, block.position, keys, at_edge, sight, geometry, V, BN)
+            dtx, part = tangent_gradient(p, p * (ts - mu), tx, tanh, slope, b, eta, geometry, V, T)
+            if T.K:
+                dq = tl.dot(dtx.to(k.dtype), tk, dq, input_precision=V.PRECISION)
+            dx = score_gradient(p, c, delta, part, slope, V)
+            dq = tl.dot(dx.to(k.dtype), k, dq, input_precision=V.PRECISION)
+    store_tile(at(dq_rows, block.b, block.h, block.row), dq_rows.row, block.n_rows, dq * scale, BM, V.D, V.BD)
+
+
+def second_dq_of(launch: Launch, given: Prepared) -> Tensor:
+    call = launch.call
+    dq = torch.empty_like(call.q)
+    config = launch.config("second_dq")
+    grid = launch.row_grid(config.block_m)
+    if grid[0] and grid[1]:
+        tma, descriptors = launch.descriptors(config, config.block_n, launch.k, launch.v, given.tk, given.tv)
+        launch.start(
+            _second_dq_kernel,
+            grid,
+            *(rows_of(x) for x in (launch.q, launch.k, launch.v, given.tq, given.tk, given.tv, given.do, given.dto, dq)),
+            *descriptors,
+            given.sums,
+            launch.table,
+            given.ttable,
+            float(call.scale),
+            given.pitch16,
+            launch.mask(config, of_rows=True),
+            *launch.shared(call.cu_seqlens_q, config.block_m),
+            V=launch.variant,
+            T=given.moving,
+            TMA=tma,
+            **config.launch,
+        )
+    return dq

@@ -1,0 +1,109 @@
+"""Forward mode without tau where y and lse are known, as under double backward: tangents in at most five products a tile.
+
+The second sweep of eq. 53 without tau: weights are normalised from the start and nothing is rescaled. Registers: q and tq
+[BM, D], the accumulator w [BM, Dv] in fp32, e and nu [BM], and the tiles p and ts. Parity contract: tests/interpreted.
+"""
+
+import triton
+import triton.language as tl
+
+from backlight.backends.triton.band import add_bias, head_table, table_entry
+from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
+from backlight.backends.triton.primitives import LOG2E, Sight, key_span, logits_of, row_block, tile_weights
+from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
+
+
+@triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
+def _tangent_known_kernel(
+    q_rows, k_rows, v_rows, tq_rows, tk_rows, tv_rows, k_desc, v_desc, tk_desc, tv_desc, gate_rows, tgate_rows, y_rows, ty_rows,
+    lse_ptr, tlse_ptr, table_ptr, ttable_ptr, sink_ptr, tsink_ptr, scale, mask, packing, geometry, sq, sk, n_segments,
+    V: tl.constexpr, T: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    block = row_block(packing, sq, sk, n_segments, geometry, V, BM)
+    table_ptr = head_table(table_ptr, block.h, geometry, True)
+    ttable_ptr = head_table(ttable_ptr, block.h, geometry, True)
+    key_lanes = tl.arange(0, BN)[None, :]
+    q = own_tile(q_rows, block, BM, V.D, V.BD)
+    tq = q
+    if T.Q:
+        tq = own_tile(tq_rows, block, BM, V.D, V.BD)
+    rows = tl.arange(0, BM)
+    offset = tl.cast(block.b * geometry.heads + block.h, tl.int64) * sq + block.row + rows
+    lse = tl.load(lse_ptr + offset, mask=rows < block.n_rows, other=float("-inf"))
+    sees_nothing = lse == float("-inf")
+    minus_lse2 = tl.where(sees_nothing, float("-inf"), -lse * LOG2E)[:, None]
+    e = tl.zeros([BM], tl.float32)
+    # the sum of g as it is multiplied with v: what v has in common cancels exactly then
+    e_cast = e
+    nu = e
+    # rows without a weight have no mean to wait for
+    opened = tl.where(sees_nothing, 1.0, 0.0)
+    waiting = 1
+    BDV: tl.constexpr = V.BDV
+    w = tl.zeros([BM, BDV], tl.float32)
+    span = key_span(block, geometry, V, BN)
+    key_tiles = tiles_of(sk, n_segments, V, BN)
+    visits = visits_of(span, mask, block.b, block.h, block.tile, tl.num_programs(0), key_tiles, geometry, V, BN)
+    intervals = intervals_of(mask, block.b, block.h, block.segment, sq, sk, n_segments, geometry, V, BN)
+    if visits.start < visits.stop:
+        for step in range(visits.start, visits.stop, BN):
+            j0, at_edge = visited(step, visits, V, BN)
+            k = key_tile(k_rows, k_desc, block, j0, BN, V.D, V.BD, TMA)
+            t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
+            ts = tl.zeros([BM, BN], tl.float32)
+            if T.Q:
+                ts = tl.dot(tq, tl.trans(k), ts, input_precision=V.PRECISION)
+            if T.K:
+                tk = key_tile(tk_rows, tk_desc, block, j0, BN, V.D, V.BD, TMA)
+                ts = tl.dot(q, tl.trans(tk), ts, input_precision=V.PRECISION)
+            s, slope = logits_of(t, geometry.unit, minus_lse2, geometry, V, "apart" if T.SCORES else "none")
+            ts = ts * scale
+            if V.SOFTCAP and T.SCORES:
+                ts = ts * slope
+            entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
+            if V.BIAS:
+                s = add_bias(s, geometry.unit, table_ptr, entry, j0, span, geometry, V, BM, BN)
+            if T.BIAS:
+                ts = add_bias(ts, 1.0, ttable_ptr, entry, j0, span, geometry, V, BM, BN)
+            if V.INTERVALS == 0:
+                at_edge = (j0 < span.low) | (j0 > span.high)
+            keys = j0 + key_lanes
+            p, _ = tile_weights(
+                s, 0.0, 0.0, block.position, keys, at_edge, Sight(intervals, block.segment, packing), geometry, V, BN
+            )
+            v = key_tile(v_rows, v_desc, block, j0, BN, V.DV, V.BDV, TMA)
+            if T.V:
+                tv = key_tile(tv_rows, tv_desc, block, j0, BN, V.DV, V.BDV, TMA)
+                w = tl.dot(p.to(v.dtype), tv, w, input_precision=V.PRECISION)
+            if T.SCORES:
+                if waiting > 0:
+                    total = tl.sum(p, 1)
+                    mean = tl.sum(p * ts, 1) / tl.where(total > 0, total, 1.0)
+                    nu += tl.where((opened == 0) & (total > 0), mean, 0.0)
+                    opened = tl.where(total > 0, 1.0, opened)
+                    waiting = (tl.min(opened, 0) == 0).to(tl.int32)
+                g = p * (ts - nu[:, None])
+                e += tl.sum(g, 1)
+                g_cast = g.to(v.dtype)
+                e_cast += tl.sum(g_cast.to(tl.float32), 1)
+                w = tl.dot(g_cast, v, w, input_precision=V.PRECISION)
+    if V.SINK:
+        sink = tl.load(sink_ptr + block.h).to(tl.float32)
+        # an infinite sink is all there is, or nothing
+        p_sink = tl.where(lse == sink, 1.0, tl.exp2((sink - lse) * LOG2E))
+        p_sink = tl.where(sees_nothing, 0.0, p_sink)
+        moved = -nu
+        if T.SINK:
+            moved += tl.load(tsink_ptr + block.h).to(tl.float32)
+        e += p_sink * moved
+        e_cast += p_sink * moved
+    tl.store(tlse_ptr + offset, tl.where(sees_nothing, 0.0, nu + e), mask=rows < block.n_rows)
+    y = own_tile(y_rows, block, BM, V.DV, V.BDV).to(tl.float32)
+    ty = w
+    if V.GATE:
+        weight = tl.sigmoid(own_tile(gate_rows, block, BM, V.DV, V.BDV).to(tl.float32))
+        ty = ty * weight
+        if T.GATE:
+            ty += y * (1.0 - weight) * own_tile(tgate_rows, block, BM, V.DV, V.BDV).to(tl.float32)
+    ty -= e_cast[:, None] * y
+    store_tile(at(ty_rows, block.b, block.h, block.row), ty_rows.row, block.n_rows, ty, BM, V.DV, V.BDV)
