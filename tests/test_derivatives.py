@@ -436,14 +436,21 @@ def test_refusals(entry: Entry, transform: str) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("transform", ["penalty upstream", "penalty of others", "penalty of itself", "functional.hessian"])
+SHARDED = ("penalty upstream", "penalty of others", "penalty of itself", "functional.hessian")
+
+
+@pytest.mark.parametrize("transform", [*SHARDED, "jvp of grad", "grad of jvp", "grad of grad", "linearize"])
 @pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
 def test_refusals_of_sharded_calls(transform: str, strategy: str) -> None:
     def sharded(x: Tensor) -> Tensor:
         return simulated_attention(x, K, V, world=2, layout="contiguous", strategy=strategy, causal=True)
 
     x = draw(B, H, S, D, seed=7)
-    torch.testing.assert_close(VALUES["autograd with create_graph"](sharded, x), by_autograd(lambda x: plain(x, K, V), x))
+    wanted = by_autograd(lambda x: plain(x, K, V), x)
+    for name in ("autograd with create_graph", "grad"):
+        torch.testing.assert_close(VALUES[name](sharded, x), wanted)
+    torch.testing.assert_close(pushed(sharded, x), pushed(lambda x: plain(x, K, V), x))
+    torch.testing.assert_close(dual(sharded, x), pushed(lambda x: plain(x, K, V), x))
     with pytest.raises(NotImplementedError, match=SENTENCE):
         SECOND[transform](sharded, x)
 

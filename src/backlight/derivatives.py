@@ -6,6 +6,7 @@ call. Whoever asks for it must hear it: autograd takes a derivative that nobody 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, NoReturn
@@ -28,6 +29,14 @@ NO_SECOND_SHARDED = (
     "backlight.attention has no second derivative under context parallel: gradients and tangents of a sharded call cannot be "
     "differentiated again, as a Hessian, a Hessian-vector product and a gradient penalty need"
 )
+NO_GRAPH_SHARDED = (
+    "backlight.attention has no forward-mode derivative by linearize under context parallel: what ranks send one another is no "
+    "part of a graph; use torch.func.jvp or backlight.attention_jvp"
+)
+NO_VMAP_SHARDED = (
+    "backlight.attention has no torch.func.vmap under context parallel, nor what is made of it (jacfwd, jacrev, hessian); make "
+    "a batch of what vmap goes over"
+)
 
 
 def refuse(sentence: str) -> Callable[..., NoReturn]:
@@ -37,6 +46,13 @@ def refuse(sentence: str) -> Callable[..., NoReturn]:
         raise NotImplementedError(sentence)
 
     return refused
+
+
+def refuse_tracing() -> None:
+    """Before the tangent of a sharded call: a graph would hold what this rank received as a constant."""
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    if proxies is not None and proxies.get_proxy_mode() is not None:
+        raise NotImplementedError(NO_GRAPH_SHARDED)
 
 
 class Guard(torch.autograd.Function):
@@ -59,12 +75,26 @@ class Guard(torch.autograd.Function):
     jvp = staticmethod(refuse(NO_THIRD))
 
 
+class _Outer:
+    """The context of a node, with these tensors for those it saved: under transforms they come without their wrappers."""
+
+    def __init__(self, ctx: Any, saved_tensors: tuple[Any, ...]):
+        self._ctx, self.saved_tensors = ctx, saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
 class _Once(torch.autograd.Function):
     """A backward as a node of its own: its results depend on all that it was given, in a way that cannot be followed."""
 
     @staticmethod
-    def forward(ctx: Any, backward: Callable[..., Any], outer: Any, count: int, *tensors: Any) -> Any:
-        return backward(outer, *tensors[:count])
+    def forward(backward: Callable[..., Any], outer: Any, count: int, *tensors: Any) -> Any:
+        return backward(_Outer(outer, tensors[count:]), *tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
 
     backward = staticmethod(refuse(NO_SECOND_SHARDED))
     jvp = staticmethod(refuse(NO_SECOND_SHARDED))

@@ -208,7 +208,11 @@ def forward_mode(rank: Rank) -> None:
         leaf = [x.clone().requires_grad_() for x in own]
         y, _ = torch.func.jvp(attend, tuple(leaf), tuple(along))
         found = torch.autograd.grad(y.square().sum(), leaf)
-        torch.testing.assert_close(found, torch.autograd.grad(attend(*leaf).square().sum(), leaf))
+        wanted_gradients = torch.autograd.grad(attend(*leaf).square().sum(), leaf)
+        torch.testing.assert_close(found, wanted_gradients)
+        turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in own]
+        found = torch.func.grad(lambda *x, attend=attend: attend(*x).square().sum(), argnums=(0, 1, 2))(*turned)
+        torch.testing.assert_close(found, wanted_gradients)
         both = backlight.attention_jvp(*own, *along, causal=True, tau=tau, ttau=ttau, context=context)
         torch.testing.assert_close(tuple(context.unshard(x, SEQUENCE) for x in both), wanted)
         placed = [DTensor.from_local(x, rank.mesh, [Shard(SEQUENCE)]) for x in (*own, *along)]

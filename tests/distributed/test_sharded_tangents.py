@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.func import jvp
+from torch.func import jacfwd, jvp, linearize
 
 import backlight
 from backlight.call import Call
@@ -176,6 +176,10 @@ def test_refusals(strategy: str) -> None:
         torch.testing.assert_close(dual, ty)
         with pytest.raises(NotImplementedError, match="has no second derivative under context parallel"):
             dual.sum().backward()
+    with pytest.raises(NotImplementedError, match="has no forward-mode derivative by linearize under context parallel"):
+        linearize(attend, x.detach())
+    with pytest.raises(NotImplementedError, match=r"has no torch\.func\.vmap under context parallel"):
+        jacfwd(attend)(x.detach())
     with pytest.raises(NotImplementedError, match="forward-mode derivative of a forward-mode derivative"):
         jvp(lambda x: jvp(attend, (x,), (torch.ones_like(x),))[1], (x.detach(),), (torch.ones_like(x),))
 

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from backlight.call import Call, call_with, counting_tensors, learned_tensors
-from backlight.derivatives import NO_FORWARD_TWICE, NO_SECOND_SHARDED, differentiable_once, refuse
+from backlight.derivatives import (
+    NO_FORWARD_TWICE,
+    NO_SECOND_SHARDED,
+    NO_VMAP_SHARDED,
+    differentiable_once,
+    refuse,
+    refuse_tracing,
+)
 from backlight.distributed.communicator import Communicator
 from backlight.distributed.handshake import agree_backward, agree_tangents
 from backlight.distributed.ring_tangent import Moved
@@ -147,12 +154,15 @@ class _ContextAttention(torch.autograd.Function):
         _, _, ty, tlse, *rest = _ContextTangent.apply(ctx.strategy, ctx.options, *ctx.saved_tensors, *tangents)
         return ty, tlse, *(None for _ in rest)
 
+    vmap = staticmethod(refuse(NO_VMAP_SHARDED))
+
 
 class _ContextTangent(torch.autograd.Function):
     """Of a strategy, options, tensors and tangents: y, lse, ty, tlse, and what else the backward of the first two needs."""
 
     @staticmethod
     def forward(strategy: Strategy, options: Options, *both: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_tracing()
         y, lse, ty, tlse, kept = tangent(strategy, options.call(both[: len(LEARNED)]), both[len(LEARNED) :])
         return y, lse, ty, tlse, *_beside(strategy, kept)
 
@@ -171,6 +181,7 @@ class _ContextTangent(torch.autograd.Function):
         return None, None, *_gradients(ctx, dy, dlse), *(None for _ in LEARNED)
 
     jvp = staticmethod(refuse(NO_FORWARD_TWICE))
+    vmap = staticmethod(refuse(NO_VMAP_SHARDED))
 
 
 def _beside(strategy: Strategy, kept: list[Tensor | None]) -> list[Tensor | None]:
@@ -184,8 +195,8 @@ def _keep(ctx: Any, how: tuple[Any, ...], tensors: Tensors, y: Tensor, lse: Tens
     ctx.save_for_backward(*((*tensors, y, lse, *rest) if ctx.strategy.keeps_inputs else rest))
     ctx.mark_non_differentiable(*(x for x in rest if x is not None))
     # shapes, dtypes and strides of the inputs; all-to-all does not keep the tensors themselves
-    ctx.inputs = [None if x is None else torch.empty_like(x, device="meta") for x in tensors]
-    ctx.y = torch.empty_like(y, device="meta")
+    ctx.inputs = [None if x is None else _layout(x) for x in tensors]
+    ctx.y = _layout(y)
 
 
 def _gradients(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> list[Tensor | None]:
@@ -199,6 +210,11 @@ def _gradients(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> list[Tensor 
         _like(found[name], like) if name in needs and like is not None else None
         for name, like in zip(GRADIENTS, ctx.inputs, strict=True)
     ]
+
+
+def _layout(x: Tensor) -> Tensor:
+    """Shape, dtype and strides of a tensor; `empty_like` would wrap them where a transform wraps the tensor."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def _like(gradient: Tensor, like: Tensor) -> Tensor:

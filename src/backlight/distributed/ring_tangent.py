@@ -32,8 +32,11 @@ class Moved(NamedTuple):
 class Keys(Protocol):
     """What `ring.Ring` is here."""
 
-    shards: Shards
-    backend: str | None
+    @property
+    def shards(self) -> Shards: ...
+
+    @property
+    def backend(self) -> str | None: ...
 
     @property
     def rank(self) -> int: ...

@@ -20,7 +20,14 @@ from backlight._private.torch import forward_mode
 from backlight.arguments import check_borders, check_flag, check_tensor, check_whole
 from backlight.binding import bind_batched
 from backlight.call import Call, counting_tensors, learned_tensors
-from backlight.derivatives import NO_FORWARD_TWICE, NO_SECOND_SHARDED, differentiable_once, refuse
+from backlight.derivatives import (
+    NO_FORWARD_TWICE,
+    NO_SECOND_SHARDED,
+    NO_VMAP_SHARDED,
+    differentiable_once,
+    refuse,
+    refuse_tracing,
+)
 from backlight.distributed import autograd
 from backlight.distributed.autograd import Options, Strategy, options_of
 from backlight.distributed.context import ContextParallel
@@ -139,10 +146,13 @@ class _SimulatedAttention(torch.autograd.Function):
         _, _, ty, tlse = _SimulatedTangent.apply(replace(ctx.how, ranks=[]), *ctx.saved_tensors, *tangents)
         return ty, tlse
 
+    vmap = staticmethod(refuse(NO_VMAP_SHARDED))
+
 
 class _SimulatedTangent(torch.autograd.Function):
     @staticmethod
     def forward(how: _How, *both: Tensor | None) -> tuple[Tensor, ...]:
+        refuse_tracing()
         both = _primals(both)
         whole, tangents = both[: len(LEARNED)], both[len(LEARNED) :]
 
@@ -166,6 +176,7 @@ class _SimulatedTangent(torch.autograd.Function):
         return None, *_gradients(ctx, dy, dlse), *(None for _ in LEARNED)
 
     jvp = staticmethod(refuse(NO_FORWARD_TWICE))
+    vmap = staticmethod(refuse(NO_VMAP_SHARDED))
 
 
 def _primals(tensors: Tensors) -> Tensors:

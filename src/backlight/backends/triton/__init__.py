@@ -53,9 +53,11 @@ class TritonBackend:
     takes = frozenset(
         {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed", "part"}
     )
+    # a new term has no derivatives until it is named here too
+    twice = frozenset({"causal", "window", "softcap", "bias", "sink", "gate", "rows", "pos", "packed"})
     derivatives: ClassVar[dict[str, frozenset[str]]] = {
-        "tangent": takes - {"tau"},
-        "second": takes - {"tau", "pair_bias", "part"},
+        "tangent": twice | {"pair_bias", "part"},
+        "second": twice,
     }
 
     def available(self) -> tuple[str, ...]:
