@@ -57,7 +57,9 @@ PUT_DV = 'put_keys(out["dv"], slab, dv.mT)'
 READ_DO = "block.rows_of(incoming.dy).to(dtype)"
 READ_LSE = "return do, base2(lse), delta"
 DTAU = 'add_heads_(sums["dtau"], slab, group, block.sum_positions(mean))'
-LSE = "lse = (m + torch.log2(l)) * LN2"
+LSE = "lse = (maximum + torch.log2(total)) * LN2"
+FINISH = "return finish(scores, sink, m, l)"
+SINK_WEIGHT = "sink_weight(kappa, lse) * delta"
 TABLE = "table = heads_of(call.bias, slab, call.group, call.accumulator_dtype)"
 SCORES_SPEC = "self.call, self.spec, self.segment, self.workspace = call, call.spec, slab.segment, workspace"
 FACTOR = "call.scale * LOG2E if call.spec.softcap is None else call.scale / call.spec.softcap"
@@ -178,7 +180,7 @@ MASKS: dict[str, list[Edit]] = {
         ),
     ],
     "empty-rows-nan": [forward("acc.div_(l.masked_fill(l == 0, 1))", "acc.div_(l)")],
-    "empty-rows-lse": [forward(LSE, "lse = ((m + torch.log2(l)) * LN2).nan_to_num(neginf=0.0)")],
+    "empty-rows-lse": [forward(LSE, f"{LSE}\n    lse.nan_to_num_(neginf=0.0)")],
     "window+1": another_spec("window=(call.spec.left + 1, call.spec.window[1])", "backward"),
     "window-1": another_spec("window=(call.spec.left - 1, call.spec.window[1])", "backward"),
     "window-forward+1": another_spec("window=(call.spec.left + 1, call.spec.window[1])", "forward"),
@@ -194,7 +196,7 @@ MASKS: dict[str, list[Edit]] = {
         backward(TILES, TILES.replace("z.sk", "z.sq")),
     ],
     "tail-keys": [Edit("config", KEYS, f"{KEYS}\n    end = end // 64 * 64")],
-    "tail-padding": [forward(LSE, f"l = l + (-scores.segment.sk % 16) * torch.exp2(-m)\n    {LSE}")],
+    "tail-padding": [forward(FINISH, f"l = l + (-scores.segment.sk % 16) * torch.exp2(-m)\n    {FINISH}")],
     "tail-rows-dq": [backward(PUT_DQ, f"dq[:, (z.sq // 64 * 64 - i0) * call.group :] = 0\n            {PUT_DQ}")],
     "tail-keys-dkdv": [
         backward(PUT_DK, after("dk[:, :, z.sk // 64 * 64 :] = 0", PUT_DK)),
@@ -366,8 +368,8 @@ TERMS: dict[str, list[Edit]] = {
     "dtau-undivided": [backward("block.sum_positions(mean)", "block.sum_positions(mean * elastic.n)")],
     "sink-missing-backward": [backward(READ_LSE, f"return do, base2(lse + torch.log1p(-{SINK_SHARE})), delta")],
     "sink-delta": [backward(DELTA, f"{DELTA} / (1 - {SINK_SHARE})")],
-    "dsink-sign": [backward("weight * delta).neg_())", "weight * delta))")],
-    "dsink-unweighted": [backward("weight * delta", "delta")],
+    "dsink-sign": [backward(f"{SINK_WEIGHT}).neg_())", f"{SINK_WEIGHT}))")],
+    "dsink-unweighted": [backward(SINK_WEIGHT, "delta")],
     "gate-missing-backward": [backward("do = do * weight", "pass")],
     "dgate-derivative": [backward("do * y * (1 - weight)", "do * y")],
     "gate-delta": [backward("do = do * weight", f"do = do * weight\n        {DELTA}")],
@@ -391,7 +393,7 @@ PAIRS: dict[str, list[Edit]] = {
     "pair-bias-other-batch": [
         Edit("pair_bias", "yield slice(0, b1 - b0), slice(b0, b1)", "yield slice(0, b1 - b0), slice(0, 1)")
     ],
-    "pair-bias-scaled": [Edit("pair_bias", "alpha=LOG2E", "alpha=1.0")],
+    "pair-bias-scaled": [Edit("pair_bias", "unit: float = LOG2E", "unit: float = 1.0")],
     "pair-bias-before-cap": [
         Edit("primitives", TANH, after(f"self.pair_bias.add_(s2.mul_({CAP}), tile); s2.div_({CAP})", "    " + TANH)),
         Edit("primitives", ADD_PAIRS, "        return self.mask_(s2, tile)"),
