@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from backlight.backends.hopper import triton_version
 from backlight.call import Call
 from backlight.config import resolve
 
@@ -194,7 +195,10 @@ def tangent_config(call: Call) -> TangentConfig:
 def tangent_heuristic(call: Call) -> TangentConfig:
     width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
     # both ends of a window need registers, and wide heads leave none
-    return TangentConfig(128 if width <= 64 and call.spec.left is None else 64, 2, pingpong=True)
+    if width > 64 or call.spec.left is not None:
+        return TangentConfig(64, 2, pingpong=True)
+    # for s beside p and g of 128 keys, ptxas of Triton 3.9 finds no registers: it would wait for every product
+    return TangentConfig(128, 2, pingpong=True, ahead=1 if triton_version() < (3, 9) else 0)
 
 
 @dataclass(frozen=True, slots=True)
