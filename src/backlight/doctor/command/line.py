@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from backlight.command_line import Interruptible, typed, with_options_of
+from backlight.command_line import OWN_PROCESS, Interruptible, typed, with_options_of
 from backlight.doctor.command.options import Asked
 from backlight.doctor.command.perform import COULD_NOT_RUN, perform, wide_console
 from backlight.doctor.command.subjects import own_kernels
@@ -67,7 +67,7 @@ def examine(context: typer.Context, words: Asked) -> None:
         raise typer.Exit
     if not asked.name:
         raise typer.BadParameter("name a kernel, or use --demo NAME or --list")
-    perform(asked)
+    perform(asked, apart=context.obj == OWN_PROCESS and not asked.in_process)
 
 
 @app.command()

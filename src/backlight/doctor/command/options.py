@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from backlight.command_line import LARGEST, number, one_of, option, sizes, whole, writable
+from backlight.doctor.subject.apart import GIB, Limits
 
 if TYPE_CHECKING:
     from backlight.doctor.subject.case import Case
@@ -70,6 +71,13 @@ class Asked:
     timeout: Annotated[
         str, EXAMINATION(metavar="SECONDS", help="Give up when one call of the kernel takes longer; 0 = never.")
     ] = TIMEOUT
+    memory: Annotated[
+        str | None,
+        EXAMINATION(metavar="GIB", help="Give up when more memory is used; 0 = no limit, default 90 % of what is free."),
+    ] = None
+    in_process: Annotated[
+        bool, EXAMINATION("--in-process", help="No child process: for debuggers. A crash of the kernel ends the doctor.")
+    ] = False
     demo: Annotated[str | None, EXAMINATION(metavar="NAME", help="Examine a deliberately broken kernel.")] = None
     list_: Annotated[bool, EXAMINATION("--list", help="List kernels, demos and the defect catalogue.")] = False
     typed: frozenset[str] = field(default=frozenset(), metadata={"typed": False})
@@ -87,6 +95,12 @@ class Asked:
     def seconds(self) -> float:
         """How long one call of the subject may take; 0 = for ever."""
         return number("--timeout", self.timeout, least=0.0)  # type: ignore[return-value]
+
+    @property
+    def limits(self) -> Limits:
+        """What the kernel may take of this machine."""
+        gib = number("--memory", self.memory, least=0.0)
+        return Limits(self.seconds, None if gib is None else int(gib * GIB))
 
     def case(self) -> Case:
         """What to examine the subject with; ValueError with a sentence for words that mean nothing or would be ignored."""

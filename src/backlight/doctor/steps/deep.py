@@ -15,6 +15,7 @@ from backlight.doctor.steps.invariants import identities
 from backlight.doctor.steps.probes import Bench
 from backlight.doctor.steps.sheet import Sheet
 from backlight.doctor.steps.verdict import from_explanation
+from backlight.doctor.subject.trouble import DeviceLost
 from backlight.problems import inputs
 from backlight.problems.problem import Problem
 from backlight.reference import eager, oracle
@@ -35,6 +36,8 @@ def run(sheet: Sheet, bench: Bench) -> None:
         count = len(sheet.probes)
         try:
             step(sheet, bench)
+        except DeviceLost:
+            raise
         except REFUSALS as error:
             first = str(error).splitlines()[0][:200] if str(error) else repr(error)
             sheet.probes.append(Probe(step.__name__.strip("_").replace("_", " "), None, f"the subject refused: {first}"))

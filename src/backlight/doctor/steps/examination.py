@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -21,12 +22,16 @@ from backlight.doctor.steps.invariants import Identity, identities
 from backlight.doctor.steps.localise import ROW_TENSORS, local_values, only_in_empty_rows
 from backlight.doctor.steps.pictures import pictures
 from backlight.doctor.steps.sheet import Sheet
+from backlight.doctor.steps.watched import in_child
+from backlight.doctor.subject import interpreted
+from backlight.doctor.subject.apart import Limits
 from backlight.doctor.subject.layouts import ShapeMismatch
 from backlight.doctor.subject.subject import Observed, Subject
-from backlight.doctor.subject.trouble import CouldNotRun
+from backlight.doctor.subject.trouble import CouldNotRun, DeviceLost
 from backlight.problems import inputs
+from backlight.problems.axes import tensors_of
 from backlight.problems.inputs import Settings
-from backlight.problems.problem import Problem, shrink
+from backlight.problems.problem import Problem, recast, shrink
 from backlight.spec import AttentionSpec
 
 LEVELS = ("quick", "full", "forensic")
@@ -45,6 +50,7 @@ def diagnose(
     *,
     level: str = "quick",
     against: Any = None,
+    limits: Limits | None = None,
     **settings: Unpack[Settings],
 ) -> Report:
     """Examine an attention kernel and say what is wrong with it.
@@ -56,6 +62,8 @@ def diagnose(
               drawn from `shape` (B, Hq, Sq, D), `kv_heads`, `sk`, `dv`, `dtype`, `recipe` and `seed`, on `device`.
     level:    "quick" (comparison, identities, a few probes), "full" (all probes, tomography), "forensic" (tile sweep, more).
     against:  a reference of yours: it is judged by the same oracle, because a wrong reference looks like a wrong kernel.
+    limits:   `doctor.Limits(seconds=60)`: examine in a child process (Linux), which may hang, crash or run out of memory; None
+              examines here.
     settings: `do`, the incoming gradient [B,Hq,Sq,Dv]; learned terms by name; `mask`, which a subject gets as `mask` or as the
               tensors `rows` and `pos`; `cu_seqlens`; and what is drawn, as above.
     """
@@ -63,12 +71,38 @@ def diagnose(
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
     started = time.perf_counter()
     problem = inputs.problem_of(spec, q, k, v, **settings)
-    examination = Examination(Subject.of(subject), problem, level)
-    report = examination.report()
-    if against is not None:
-        judge_reference(report, Subject.of(against), problem)
+    examined, reference = Subject.of(subject), None if against is None else Subject.of(against)
+
+    def run() -> Report:
+        return examine(examined, problem, level, reference)
+
+    report = run() if limits is None else in_child(run, limits, examined, problem)
     report.seconds = time.perf_counter() - started
     return report
+
+
+def examine(subject: Subject, problem: Problem, level: str, reference: Subject | None = None) -> Report:
+    notes = []
+    if interpreted.misread_bf16(problem.call.q.dtype):
+        problem = wider(problem)
+        dtype = str(problem.call.q.dtype).removeprefix("torch.")
+        notes.append(
+            "TRITON_INTERPRET=1: this Triton's interpreter multiplies the bit patterns of bf16 operands in tl.dot, so "
+            f"the same inputs were examined in {dtype}"
+        )
+    examination = Examination(subject, problem, level)
+    examination.notes += notes
+    report = examination.report()
+    if reference is not None:
+        judge_reference(report, reference, problem)
+    return report
+
+
+def wider(problem: Problem) -> Problem:
+    """The same numbers in fp16 where it can hold them, else in fp32."""
+    largest = max(float(x.abs().max()) for x in (*tensors_of(problem.call).values(), problem.dy) if x.numel())
+    dtype = torch.float16 if largest < torch.finfo(torch.float16).max / 2 else torch.float32
+    return problem.replace(call=recast(problem.call, dtype), dy=problem.dy.to(dtype))
 
 
 def run_once(subject: Any, spec: AttentionSpec, *tensors: Tensor | None, **settings: Any) -> Observed:
@@ -100,6 +134,9 @@ class Examination(Sheet):
             values = convention.natural_lse(self.subject, self.problem, observed.values, self.notes)
             instead = convention.fill_empty_rows(self.problem, values)
             self.examine(observed, values)
+        except DeviceLost as error:
+            # nothing that lies on the device can be looked at any more
+            return Report(self.subject.name, "could-not-run", str(error), self.subject.location, self_check=health)
         except (CouldNotRun, ShapeMismatch) as error:
             return self.could_not_run(str(error), health)
         if instead and not any(f.severity != "note" for f in self.findings):
@@ -230,6 +267,8 @@ class Examination(Sheet):
             return None
         try:
             out = self.subject.run(problem.call, problem.dy)
+        except DeviceLost:
+            raise
         except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError):
             return None
         values = convention.natural_lse(self.subject, problem, out.values, [])

@@ -166,6 +166,9 @@ class Subject:
         extras = self._extras(call, inputs, layout)
         out = self._forward({n: inputs[n] for n in QKV}, extras)
         values = {"o": layout.take_rows(out["o"], "o")}
+        if (dy is not None or dlse is not None) and self.backward is not None and values["o"].shape[-1] != call.v.shape[-1]:
+            # a raw backward trusts the shapes it is handed
+            raise CouldNotRun(f"o has {values['o'].shape[-1]} columns and v {call.v.shape[-1]}: the backward was not called")
         if isinstance(out.get("lse"), Tensor):
             values["lse"] = layout.take_lse(out["lse"])
         values |= {name: x.detach() for name, x in out.items() if name not in ("o", "lse", "y") and isinstance(x, Tensor)}
@@ -244,6 +247,12 @@ class Subject:
         accepted = self.accepts()
         return accepted is None or bool(set(KEYWORDS[name]) & accepted)
 
+    def requires(self, name: str) -> bool:
+        """Whether the callable has a parameter for a feature and no default for it."""
+        accepted = self.accepts() or ()
+        spelled = [word for word in KEYWORDS[name] if word in accepted]
+        return bool(spelled) and _default_of(self.forward, spelled[0]) is inspect.Parameter.empty
+
     def _extras(self, call: Call, inputs: Mapping[str, Tensor], layout: layouts.Layout) -> dict[str, Any]:
         accepted = self.accepts()
         wanted = _features(call, packed=layout.name == "packed") | {n: inputs[n] for n in TERM_NAMES if n in inputs}
@@ -304,12 +313,17 @@ def _features(call: Call, packed: bool) -> dict[str, Any]:
 
 def _surprising_default(function: Callable[..., Any], name: str) -> bool:
     """Whether leaving the keyword out could mean something else than "off": it has no default, or a default that acts."""
+    default = _default_of(function, name)
+    return default is inspect.Parameter.empty or default not in (None, False)
+
+
+def _default_of(function: Callable[..., Any], name: str) -> Any:
+    """The default of a parameter, `inspect.Parameter.empty` where it has none; None where nobody can tell."""
     target = function.forward if isinstance(function, nn.Module) else function
     try:
-        default = inspect.signature(target).parameters[name].default
+        return inspect.signature(target).parameters[name].default
     except (TypeError, ValueError, KeyError):
-        return False
-    return default is inspect.Parameter.empty or default not in (None, False)
+        return None
 
 
 def _invoke(function: Callable[..., Any], tensors: dict[str, Tensor], extras: dict[str, Any]) -> Any:
