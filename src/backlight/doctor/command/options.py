@@ -16,8 +16,9 @@ from backlight.doctor.subject.apart import GIB, Limits
 if TYPE_CHECKING:
     from backlight.doctor.subject.case import Case
 
-LEVELS = ("quick", "full", "forensic")
+LEVELS = ("quick", "full", "forensic", "adversarial")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+FORMATS = ("text", "line", "json", "sarif")
 LAYOUTS = ("auto", "BHSD", "BSHD", "packed")
 TIMEOUT = "300"
 # what captured tensors say themselves
@@ -58,13 +59,16 @@ class Asked:
     capture: Annotated[Path | None, INPUTS(help="Replay tensors saved as .pt or .safetensors.")] = None
     device: Annotated[str, INPUTS(help="Where the kernel runs.")] = "cpu"
     layout: Annotated[str, INPUTS(help="What the kernel reads: auto, BHSD, BSHD, packed.")] = "auto"
-    level: Annotated[str, EXAMINATION(help="quick (seconds), full (a minute), forensic (everything).")] = "quick"
+    level: Annotated[
+        str, EXAMINATION(help="quick (seconds), full (a minute), forensic (everything), adversarial (tricks).")
+    ] = "quick"
     against: Annotated[str | None, EXAMINATION(metavar="SUBJECT", help="Judge this reference of yours too.")] = None
     report: Annotated[
         Path | None,
         EXAMINATION(metavar="DIR", help="Write report.html, report.json and a repro script."),
     ] = None
     json: Annotated[Path | None, EXAMINATION(metavar="FILE", help="Write the report as JSON; - is standard output.")] = None
+    format: Annotated[str, EXAMINATION(help="What standard output gets: text, line (verdict and ids), json, sarif.")] = "text"
     sanitize: Annotated[
         bool, EXAMINATION("--sanitize", help="Also run the kernel once under each tool of compute-sanitizer (CUDA).")
     ] = False
@@ -90,6 +94,11 @@ class Asked:
     @property
     def to_stdout(self) -> bool:
         return self.json is not None and str(self.json) == "-"
+
+    @property
+    def for_programs(self) -> bool:
+        """Whether standard output is read by a program, so that nothing else may stand there."""
+        return self.to_stdout or self.format in FORMATS[1:]
 
     @property
     def seconds(self) -> float:
@@ -167,6 +176,9 @@ class Asked:
         }
 
     def _refuse_ignored(self) -> None:
+        one_of("--format", self.format, FORMATS)
+        if self.to_stdout and "format" in self.typed:
+            raise ValueError(f"--json - would be ignored: --format {self.format} says what standard output gets")
         if self.demo is not None and self.subject is not None:
             raise ValueError(f"name a kernel or a demo, not both: got {self.subject!r} and --demo {self.demo}")
         if "bias_origin" in self.typed and self.bias is None and self.capture is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 import typer
@@ -145,17 +146,18 @@ def conclude(found: Report, asked: Asked, reproduced: str = "") -> NoReturn:
     from backlight.doctor.command import keep
     from backlight.doctor.report import json, terminal
 
-    said, code = wide_console(stderr=asked.to_stdout), found.exit_code
+    said, code = wide_console(stderr=asked.for_programs), found.exit_code
     try:
-        terminal.render(found, said)
+        if asked.format not in MACHINE:
+            terminal.render(found, said)
         if reproduced:
             said.print(Text(f"repro    {reproduced}"))
         for path in keep.keep_report(found, asked.report) if asked.report is not None else ():
             said.print(Text(f"written  {path}"))
         if asked.json is not None and not asked.to_stdout:
             said.print(Text(f"written  {json.save(found, asked.json)}"))
-        if asked.to_stdout:
-            typer.echo(json.dumps(found), nl=False)
+        if asked.for_programs:
+            typer.echo(MACHINE["json" if asked.to_stdout else asked.format](found), nl=False)
             streams.seal()
     except SystemExit:
         # rich leaves with 1, our code for a defect, when nobody reads any more
@@ -164,3 +166,25 @@ def conclude(found: Report, asked: Asked, reproduced: str = "") -> NoReturn:
         wide_console(stderr=True).print(Text(f"the report could not be written: {error}", style="red"))
         code = COULD_NOT_RUN
     leave(code)
+
+
+def _line(found: Report) -> str:
+    from backlight.doctor.report.line import line
+
+    return line(found) + "\n"
+
+
+def _json(found: Report) -> str:
+    from backlight.doctor.report import json
+
+    return json.dumps(found)
+
+
+def _sarif(found: Report) -> str:
+    from backlight.doctor.command.subjects import version
+    from backlight.doctor.report import sarif
+
+    return sarif.dumps(found, version())
+
+
+MACHINE: dict[str, Callable[[Report], str]] = {"line": _line, "json": _json, "sarif": _sarif}

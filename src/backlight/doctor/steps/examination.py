@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from backlight.doctor.defects.catalogue import BY_ID
+from backlight.doctor.defects.catalogue import BY_ID, about
+from backlight.doctor.defects.games import GAMES
 from backlight.doctor.report.model import Finding, Probe, Report, Where
 from backlight.doctor.report.words import counted
-from backlight.doctor.steps import convention, deep, probes, usable, verdict
+from backlight.doctor.steps import adversarial, convention, deep, probes, usable, verdict
 from backlight.doctor.steps.compare import TRUTH_OF, Comparison, compare, judged
 from backlight.doctor.steps.environment import self_check
 from backlight.doctor.steps.explain import Explanation, explain
@@ -34,7 +35,7 @@ from backlight.problems.inputs import Settings
 from backlight.problems.problem import Problem, recast, shrink
 from backlight.spec import AttentionSpec
 
-LEVELS = ("quick", "full", "forensic")
+LEVELS = ("quick", "full", "forensic", "adversarial")
 # with more scores than this, a smaller problem of the same kind is explained instead
 EXPLAIN_CELLS = 16 * 512 * 512
 # here the probe names the input that is misread, not the tensors that come out wrong
@@ -60,7 +61,8 @@ def diagnose(
     spec:     what it is supposed to compute.
     q, k, v:  canonical [B,Hq,Sq,D], [B,Hkv,Sk,D], [B,Hkv,Sk,Dv] tensors (packed: B = 1 with cu_seqlens). When absent they are
               drawn from `shape` (B, Hq, Sq, D), `kv_heads`, `sk`, `dv`, `dtype`, `recipe` and `seed`, on `device`.
-    level:    "quick" (comparison, identities, a few probes), "full" (all probes, tomography), "forensic" (tile sweep, more).
+    level:    "quick" (comparison, identities, a few probes), "full" (all probes, tomography), "forensic" (tile sweep, more),
+              "adversarial" (quick, and whether the kernel fits the examination instead of the task).
     against:  a reference of yours: it is judged by the same oracle, because a wrong reference looks like a wrong kernel.
     limits:   `doctor.Limits(seconds=60)`: examine in a child process (Linux), which may hang, crash or run out of memory; None
               examines here.
@@ -188,7 +190,12 @@ class Examination(Sheet):
 
     def _probe(self, observed: Observed) -> None:
         bench = probes.Bench(self.subject, self.problem, observed)
-        chosen = {"quick": probes.QUICK, "full": probes.FULL, "forensic": probes.FORENSIC}[self.level]
+        chosen = {
+            "quick": probes.QUICK,
+            "full": probes.FULL,
+            "forensic": probes.FORENSIC,
+            "adversarial": (*probes.QUICK, *adversarial.PROBES),
+        }[self.level]
         if observed.missing or observed.changed_inputs:
             return
         for run in chosen:
@@ -197,7 +204,7 @@ class Examination(Sheet):
             if found.passed is False and found.data.get("finding", "open") != "open":
                 self._probe_finding(found)
         self._one_cause()
-        if self.level != "quick":
+        if self.level in ("full", "forensic"):
             deep.run(self, bench)
 
     def _probe_finding(self, found: Probe) -> None:
@@ -211,8 +218,8 @@ class Examination(Sheet):
         lines = [f"{found.name}: {found.detail}"]
         for name, gains in found.data.get("gains", {}).items():
             lines.append(f"{name}: gain per head " + " ".join(f"{g:.3g}" for g in gains))
-        stage = (found.data.get("wrong") or [BY_ID[identifier].stage])[0]
-        title = ""
+        stage = (found.data.get("wrong") or [about(identifier).stage])[0]
+        title = about(identifier).title.replace("{detail}", found.detail) if identifier in GAMES else ""
         if identifier == "atomics-reorder":
             moved = found.data["wrong"]
             title = BY_ID[identifier].title.replace(

@@ -151,10 +151,18 @@ class Subject:
         *,
         do_layout: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
         input_layout: Callable[[Tensor], Tensor] | None = None,
+        memory: dict[str, Tensor] | None = None,
     ) -> Observed:
-        """One forward, and one backward when `dy` or `dlse` is given. Layout functions act on the tensors the subject sees."""
+        """One forward, and one backward when `dy` or `dlse` is given. Layout functions act on the tensors the subject sees.
+
+        memory: tensors of an earlier run, which this one fills with its own numbers; those that are not there are put there.
+        """
         layout = self._layout(call)
         inputs = self._inputs(call, layout)
+        if memory is not None:
+            with torch.no_grad():
+                inputs = {name: memory[name].copy_(x) if name in memory else x for name, x in inputs.items()}
+            memory |= inputs
         terms = [name for name in inputs if name not in QKV]
         before = {name: x.clone() for name, x in inputs.items()}
         counted = [*QKV, *(name for name in terms if not self.params or name in self.params)]
