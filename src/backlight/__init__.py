@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from backlight import mask
+    from backlight import doctor, mask
     from backlight.api import Explanation, attention, attention_varlen, explain
     from backlight.attention_statistics import AttentionStatistics, statistics
     from backlight.errors import Unsupported
@@ -25,6 +25,7 @@ __all__ = [
     "alibi",
     "attention",
     "attention_varlen",
+    "doctor",
     "explain",
     "mask",
     "statistics",
@@ -43,8 +44,8 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "mask":
-        return importlib.import_module(f"{__name__}.mask")
+    if name in ("doctor", "mask"):
+        return importlib.import_module(f"{__name__}.{name}")
     if name == "alibi":
         return importlib.import_module(f"{__name__}.slopes").alibi
     if name not in HOMES:

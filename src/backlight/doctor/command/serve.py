@@ -19,8 +19,9 @@ from backlight.doctor.command.streams import OutputAside
 VERSIONS = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25")
 PARSE_ERROR, INVALID_REQUEST, METHOD_NOT_FOUND, INVALID_PARAMS, INTERNAL_ERROR = -32700, -32600, -32601, -32602, -32603
 INSTRUCTIONS = (
-    "Examines attention kernels against a float64 oracle. Call examine after every change of a kernel; do the next_check of "
-    "the first finding before changing code; explain_finding tells about an id; compare tells what a change made better or worse."
+    "Examines attention kernels against a float64 oracle. Call examine after every change of a kernel; do the "
+    "next_check of the first finding before changing code; explain_finding tells about an id; compare tells "
+    "what a change made better or worse."
 )
 
 

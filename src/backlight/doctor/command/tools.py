@@ -157,8 +157,8 @@ TOOLS = (
     Tool(
         "examine",
         "Examine an attention kernel",
-        "Runs a kernel against a float64 oracle and reports which quantity goes wrong first, where, the name of the defect, and "
-        "one check that would prove it wrong. The kernel runs in a process of its own with limits of time and memory.",
+        "Runs a kernel against a float64 oracle and reports which quantity goes wrong first, where, the name of the defect, "
+        "and one check that would prove it wrong. The kernel runs in a process of its own with limits of time and memory.",
         options_schema(),
         report_schema,
         examine,

@@ -13,9 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from backlight._private.torch import keep_busy
+from backlight._private.torch import DispatchMode, keep_busy
 from backlight.doctor.report.model import Probe
 from backlight.doctor.steps import convention
 from backlight.doctor.steps.compare import compare, judged
@@ -191,7 +190,7 @@ def another_stream(bench: Bench) -> Probe:
     return bench.equal(found, "on a stream that is not the default one the result changes", "other-stream")
 
 
-class Operations(TorchDispatchMode):
+class Operations(DispatchMode):
     """Names of the operations of torch that run meanwhile."""
 
     def __init__(self) -> None:

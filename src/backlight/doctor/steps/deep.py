@@ -57,7 +57,8 @@ def _tomography(sheet: Sheet, bench: Bench) -> None:
         good = not words and found.relative <= limit
         row = StageRow(found.name, gain=found.gain, global_error=found.relative, note=words or "read by one-hot probes")
         row.status = "ok" if good else "culprit"
-        sheet.extra_rows.append(row)
+        if not any(known.name == row.name for known in sheet.rows):
+            sheet.extra_rows.append(row)
         detail = words or f"off by {100 * found.relative:.2g} % (a correct kernel: below {100 * limit:.2g} %)"
         sheet.probes.append(Probe(f"tomography of {found.name}", good, detail))
         if words:

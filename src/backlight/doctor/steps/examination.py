@@ -15,7 +15,7 @@ from backlight.doctor.defects.catalogue import BY_ID, about
 from backlight.doctor.defects.games import GAMES
 from backlight.doctor.report.model import Finding, Probe, Report, Where
 from backlight.doctor.report.words import counted
-from backlight.doctor.steps import adversarial, convention, deep, probes, usable, verdict
+from backlight.doctor.steps import adversarial, convention, deep, probes, taps, usable, verdict
 from backlight.doctor.steps.compare import TRUTH_OF, Comparison, compare, judged
 from backlight.doctor.steps.environment import self_check
 from backlight.doctor.steps.explain import Explanation, explain
@@ -28,7 +28,7 @@ from backlight.doctor.subject import interpreted
 from backlight.doctor.subject.apart import Limits
 from backlight.doctor.subject.layouts import ShapeMismatch
 from backlight.doctor.subject.subject import Observed, Subject
-from backlight.doctor.subject.trouble import CouldNotRun, DeviceLost
+from backlight.doctor.subject.trouble import CouldNotRun, DeviceLost, Unrepeatable
 from backlight.problems import inputs
 from backlight.problems.axes import tensors_of
 from backlight.problems.inputs import Settings
@@ -139,12 +139,25 @@ class Examination(Sheet):
         except DeviceLost as error:
             # nothing that lies on the device can be looked at any more
             return Report(self.subject.name, "could-not-run", str(error), self.subject.location, self_check=health)
-        except (CouldNotRun, ShapeMismatch) as error:
+        except Unrepeatable as error:
             return self.could_not_run(str(error), health)
+        except (CouldNotRun, ShapeMismatch) as error:
+            return self.could_not_run(str(error) + self._runs_wider(), health)
         if instead and not any(f.severity != "note" for f in self.findings):
             title = BY_ID["empty-rows-lse"].sentence().replace("...", instead)
             self.named("empty-rows-lse", ["everything else is right, in these rows too"], title=title)
         return self.finish(health, time.perf_counter() - started)
+
+    def _runs_wider(self) -> str:
+        """Words for a kernel that cannot run in 16 bits and can in fp32; '' for any other."""
+        if not self.problem.sixteen_bit:
+            return ""
+        wide = self.problem.replace(call=recast(self.problem.call, torch.float32), dy=self.problem.dy.float())
+        try:
+            convention.settle(self.subject, wide, [])
+        except (*convention.REFUSALS, ShapeMismatch):
+            return ""
+        return "; in fp32 it runs" if self.problem.recipe == "captured" else "; in fp32 it runs: try --dtype fp32"
 
     # --- the steps ----------------------------------------------------------------------------------------------------------
 
@@ -162,6 +175,7 @@ class Examination(Sheet):
         laws = identities(problem, known)
         local = local_values(problem, values) if "o" in known else {}
         self.rows = verdict.stage_rows(problem, known, comparisons, local)
+        self.rows = sorted([*self.rows, *taps.rows(problem, values, local)], key=lambda row: verdict.ORDER.index(row.name))
         self._observed_faults(observed)
         self._probe(observed)
         self._explain(known, comparisons, laws)

@@ -24,6 +24,8 @@ from backlight.problems.axes import AXES, KEY_GRADIENTS, ROW_GRADIENTS, tensors_
 from backlight.spec import TERM_NAMES
 
 MASK = "mask"
+# weights that a backward computes anew
+RECOMPUTED = "p"
 # canonical keyword -> names used in the wild
 KEYWORDS = {
     "causal": ("causal", "is_causal"),
@@ -184,7 +186,7 @@ class Subject:
         if dy is not None or dlse is not None:
             gradients = self._backward(call, out, inputs, counted, extras, dy, dlse, layout, do_layout)
             missing = [f"d{name}" for name in counted if gradients.get(f"d{name}") is None]
-            values |= {name: x for name, x in gradients.items() if x is not None}
+            values |= {name: x for name, x in gradients.items() if isinstance(x, Tensor)}
         changed = tuple(n for n, x in before.items() if not _same(x, inputs[n].detach()))
         return Observed({name: x.detach() for name, x in values.items()}, tuple(missing), changed)
 
@@ -228,6 +230,7 @@ class Subject:
         layout: layouts.Layout,
         do_layout: Callable[[Tensor], Tensor],
     ) -> dict[str, Tensor | None]:
+        expected = tuple(f"d{n}" for n in counted)
         if dy is None:
             dy = torch.zeros_like(call.q[..., :1]).expand(*call.q.shape[:3], call.v.shape[-1])
         do = do_layout(layout.give(dy.detach()))
@@ -237,16 +240,22 @@ class Subject:
                 outputs, grads = [*outputs, out["lse"]], [*grads, layout.give_lse(dlse, out["lse"])]
             if not out["o"].requires_grad:
                 return {}
-            with subject_code(self.file):
+            with subject_code(self.file, "backward"):
                 found = torch.autograd.grad(outputs, [inputs[n] for n in counted], grads, allow_unused=True)
                 _wait(do)
             named: dict[str, Any] = {f"d{n}": g for n, g in zip(counted, found, strict=True)}
         else:
             told = {"do": do, "dy": do, "o": out["o"], "y": out["o"], "lse": out.get("lse"), "dlse": dlse}
             told = {n: x for n, x in told.items() if x is not None} | {n: inputs[n] for n in QKV}
-            with subject_code(self.file):
-                named = _as_dict(_invoke_backward(self.backward, told, extras), tuple(f"d{n}" for n in counted))
+            with subject_code(self.file, "backward"):
+                named = _as_dict(_invoke_backward(self.backward, told, extras), expected)
                 _wait(do)
+        strange = next((n for n, g in named.items() if n in expected and not isinstance(g, Tensor | None)), None)
+        if strange is not None:
+            raise CouldNotRun(f"the backward returned a {type(named[strange]).__name__} for {strange}; expected a tensor")
+        if RECOMPUTED in named:
+            # the forward's are another quantity: a mask that one of the two forgets tells them apart
+            named[f"{RECOMPUTED} (bwd)"] = named.pop(RECOMPUTED)
         shaped = dict.fromkeys(ROW_GRADIENTS, layout.take_rows) | dict.fromkeys(KEY_GRADIENTS, layout.take_keys)
         return {n: shaped[n](g, n) if n in shaped and g is not None else g for n, g in named.items()}
 

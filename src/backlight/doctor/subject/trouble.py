@@ -50,11 +50,13 @@ class ProcessExit(SystemExit):
 class subject_code:
     """Run code of a subject defined in `file`; whatever it raises but an interruption comes out as `CouldNotRun`.
 
+    doing: "backward" where it is not the forward.
+
     A class and not a generator: those cannot hand on a StopIteration of the code inside.
     """
 
-    def __init__(self, file: str | Path | None = None):
-        self.file = file
+    def __init__(self, file: str | Path | None = None, doing: str = ""):
+        self.file, self.doing = file, f"in the {doing}: " if doing else ""
 
     def __enter__(self) -> None:
         self.timer = _started(self.file)
@@ -64,7 +66,7 @@ class subject_code:
             self.timer.cancel()
             faulthandler.cancel_dump_traceback_later()
         if isinstance(error, Exception | SystemExit) and not isinstance(error, CouldNotRun):
-            lost, said_in_full = any(words in str(error) for words in DEVICE_LOST), sentence(error, self.file)
+            lost, said_in_full = any(words in str(error) for words in DEVICE_LOST), self.doing + sentence(error, self.file)
             if "memory" in said_in_full.lower():
                 # what the kernel's own variables hold would leave none for the report
                 traceback.clear_frames(trace)
