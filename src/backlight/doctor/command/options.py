@@ -60,7 +60,7 @@ class Asked:
     device: Annotated[str, INPUTS(help="Where the kernel runs.")] = "cpu"
     layout: Annotated[str, INPUTS(help="What the kernel reads: auto, BHSD, BSHD, packed.")] = "auto"
     level: Annotated[
-        str, EXAMINATION(help="quick (seconds), full (a minute), forensic (everything), adversarial (tricks).")
+        str, EXAMINATION(help="quick (seconds), full (a minute), forensic (everything), adversarial (made for the test?).")
     ] = "quick"
     against: Annotated[str | None, EXAMINATION(metavar="SUBJECT", help="Judge this reference of yours too.")] = None
     report: Annotated[

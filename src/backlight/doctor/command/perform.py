@@ -87,7 +87,9 @@ def watch(asked: Asked) -> None:
     place, _, _ = asked.name.rpartition(":")
     ended = watched.wait(place if place.endswith(".py") else None)
     if ended.said:
-        raise typer.Exit(int(ended.said))
+        # taking torch down once more would take as long as all the rest of this process
+        streams.flush()
+        os._exit(int(ended.said))
     # whatever the child was drawing is unfinished
     wide_console(stderr=True).show_cursor()
     if ended.interrupted:

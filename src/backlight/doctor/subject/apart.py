@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import re
 import select
@@ -105,8 +106,11 @@ def split(limits: Limits, resident_only: bool = False) -> Watched | None:
     most = limits.bytes
     reading, writing = os.pipe()
     parent = os.getpid()
+    # a collection in the child would touch, and so copy, every page of the parent's objects
+    gc.freeze()
     pid = os.fork()
     if pid:
+        gc.unfreeze()
         os.close(writing)
         return Watched(pid, reading, last_words, limits, most and most + resident(parent))
     os.close(reading)

@@ -45,7 +45,7 @@ def dot_is_right() -> bool:
     return torch.equal(out, x.float())
 
 
-def _product(a_ptr, b_ptr, out_ptr, side: tl.constexpr):
+def _product(a_ptr: Any, b_ptr: Any, out_ptr: Any, side: tl.constexpr) -> None:
     import triton.language as tl
 
     rows = tl.arange(0, side)
