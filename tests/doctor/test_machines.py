@@ -10,7 +10,6 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-import jsonschema
 import pytest
 from report_samples import could_not_run, healthy, one_head_only, window_defect
 from test_trouble import doctor
@@ -21,6 +20,8 @@ from backlight.doctor.defects.games import GAMES
 from backlight.doctor.report import json as report_json
 from backlight.doctor.report import line, model, sarif
 from backlight.doctor.report.schema import schema, text
+
+jsonschema = pytest.importorskip("jsonschema")
 
 SMALL = {"shape": "1,2,16,8", "dtype": "fp32"}
 SAMPLES = (healthy, window_defect, one_head_only, could_not_run)
@@ -204,6 +205,7 @@ def crash(q, k, v):
 
 def test_a_client_of_the_protocol_drives_the_server(tmp_path):
     """The protocol's own client: handshake, list, and every tool; it checks results against the schemas itself."""
+    pytest.importorskip("mcp")
     from mcp import Client, StdioServerParameters
     from mcp.client.stdio import stdio_client
 
