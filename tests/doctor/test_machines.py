@@ -164,6 +164,7 @@ def test_bad_messages_get_the_codes_of_the_protocol():
     [
         ("examine", {}, "needs 'subject'"),
         ("examine", {"subject": "sdpa", "colour": 1}, "takes no 'colour'"),
+        ("examine", {"subject": "--report=somewhere"}, "subject must name a kernel"),
         ("explain_finding", {"id": "no-such"}, "no defect named 'no-such'"),
         ("list_defects", {"family": "none"}, "no family is called 'none'"),
         ("compare", {"old": "/nowhere.json", "new": "/nowhere.json"}, "cannot be read"),

@@ -39,7 +39,8 @@ class Tool:
             "description": self.description,
             "inputSchema": self.inputs,
             "outputSchema": self.outputs(),
-            "annotations": {"readOnlyHint": True, "openWorldHint": False},
+            # an examination runs the caller's code, which may do anything
+            "annotations": {"readOnlyHint": self.run is not examine, "openWorldHint": False},
         }
 
 
@@ -85,6 +86,8 @@ def examine(arguments: Mapping[str, Any]) -> Found:
 
     chosen = {name: value for name, value in arguments.items() if name not in ("subject", "pictures")}
     words = [str(arguments["subject"])]
+    if words[0].startswith("-"):
+        raise ValueError(f"subject must name a kernel, got {words[0]!r}")
     for name, value in chosen.items():
         words += [] if value is False or value is None else [option(name)] if value is True else [f"{option(name)}={value}"]
     done = subprocess.run(
@@ -119,8 +122,9 @@ KNOWN_OF_A_DEFECT = ("id", "family", "stage", "title", "does", "signal", "confir
 
 def list_defects(arguments: Mapping[str, Any]) -> Found:
     from backlight.doctor.defects.catalogue import families
+    from backlight.doctor.defects.games import GAMES
 
-    wanted, known = arguments.get("family"), families()
+    wanted, known = arguments.get("family"), families() | {"gaming": list(GAMES.values())}
     if wanted is not None and wanted not in known:
         raise ValueError(f"no family is called {wanted!r}; there are {', '.join(known)}")
     chosen = [defect for family, defects in known.items() if wanted in (None, family) for defect in defects]

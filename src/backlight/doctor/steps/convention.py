@@ -62,10 +62,10 @@ def fits_both(subject: Subject, problem: Problem) -> str:
     if call.varlen:
         return ""
     for length in SQUARES:
-        square = inputs.make(
-            call.spec, (1, length, length, call.q.shape[3]), dv=call.v.shape[3], dtype=call.q.dtype, device=call.q.device
-        )
         try:
+            square = inputs.make(
+                call.spec, (1, length, length, call.q.shape[3]), dv=call.v.shape[3], dtype=call.q.dtype, device=call.q.device
+            )
             o = subject.with_layout("BHSD").run(square.call)["o"]
         except DeviceLost:
             raise
