@@ -78,7 +78,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # weights are formed by the tiled backend's own code: no second copy of scores, mask and elastic weights
     "attention_statistics": {"spec", "call", "running", "api", "backends.tiled"},
     "slopes": {"arguments"},
-    "": {"spec", "errors", "mask", "slopes", "api", "attention_statistics", "tangents"},
+    # the doctor by name only: it is loaded when somebody asks for it
+    "": {"spec", "errors", "mask", "slopes", "api", "attention_statistics", "tangents", "doctor"},
     # the options of a layer are checked by the code that checks those of a call
     "nn": {"spec", "arguments", "binding", "mask", "api", ""},
     "compat": {"spec", "arguments", "mask", "api", ""},

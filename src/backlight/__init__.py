@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from backlight import mask
+    from backlight import doctor, mask
     from backlight.api import Explanation, attention, attention_varlen, explain
     from backlight.attention_statistics import AttentionStatistics, statistics
     from backlight.errors import Unsupported
@@ -28,6 +28,7 @@ __all__ = [
     "attention_jvp",
     "attention_varlen",
     "attention_varlen_jvp",
+    "doctor",
     "explain",
     "mask",
     "statistics",
@@ -48,8 +49,8 @@ LATER = {"AttentionStatistics": "attention_statistics", "alibi": "slopes", "stat
 
 
 def __getattr__(name: str) -> Any:
-    if name == "mask":
-        return importlib.import_module(f"{__name__}.mask")
+    if name in ("doctor", "mask"):
+        return importlib.import_module(f"{__name__}.{name}")
     if name in LATER:
         return getattr(importlib.import_module(f"{__name__}.{LATER[name]}"), name)
     if name not in HOMES:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from backlight import __version__
-from backlight.command_line import Interruptible
+from backlight.command_line import OWN_PROCESS, Interruptible
 from backlight.demo import parts
 
 app = typer.Typer(
@@ -78,22 +78,22 @@ def demo(
 @app.command(context_settings=HANDED_ON, add_help_option=False)
 def doctor(context: typer.Context) -> None:
     """Examine an attention kernel: which quantity goes wrong first, where, and the defect's name."""
-    _hand_on("doctor", context.args)
+    _hand_on("doctor", context)
 
 
 @app.command(context_settings=HANDED_ON, add_help_option=False)
 def bench(context: typer.Context) -> None:
     """Measure speed beside the peers, on cases whose results were checked in the same run."""
-    _hand_on("bench", context.args)
+    _hand_on("bench", context)
 
 
-def _hand_on(name: str, arguments: list[str]) -> None:
+def _hand_on(name: str, context: typer.Context) -> None:
     """Run the command of `backlight.<name>.command`, or say in a sentence that this version does not have it."""
     command = _command_of(name)
     if command is None:
         _console().print(f"`backlight {name}` is not part of this version.")
         raise typer.Exit(2)
-    command(args=arguments, prog_name=f"backlight {name}")
+    command(args=context.args, prog_name=f"backlight {name}", obj=context.obj)
 
 
 def _command_of(name: str) -> typer.Typer | None:
@@ -108,4 +108,4 @@ def _command_of(name: str) -> typer.Typer | None:
 
 
 def main() -> None:
-    app(prog_name="backlight")
+    app(prog_name="backlight", obj=OWN_PROCESS)

@@ -21,6 +21,8 @@ Options = TypeVar("Options")
 
 LARGEST = 2**31 - 1
 INTERRUPTED = 130
+# handed from `backlight` to its commands: the process is theirs, so they may divide it; a caller's own they may not
+OWN_PROCESS = "own process"
 
 
 class Interruptible(TyperGroup):

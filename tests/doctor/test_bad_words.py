@@ -95,7 +95,7 @@ WORDS: list[tuple[str, str]] = [
     ("sdpa --dtype int8", "--dtype must be one of bf16, fp16, fp32, fp64, got 'int8'"),
     ("sdpa --dtype BF16", "--dtype must be one of bf16, fp16, fp32, fp64, got 'BF16'"),
     ("sdpa --recipe cake", "--recipe must be one of gaussian, peaky, dominant, low_lse, got 'cake'"),
-    ("sdpa --level deep", "--level must be one of quick, full, forensic, got 'deep'"),
+    ("sdpa --level deep", "--level must be one of quick, full, forensic, adversarial, got 'deep'"),
     ("sdpa --layout SBHD", "--layout must be one of auto, BHSD, BSHD, packed, got 'SBHD'"),
     # devices
     ("sdpa --device abacus", "--device: device must be a torch device such as cpu or cuda:0, got 'abacus'"),
@@ -220,7 +220,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"spec": {"causal": True}}, "spec must be an AttentionSpec, got dict"),
     ({"subject": 3}, "subject must be a callable, .* got int 3"),
     ({"subject": torch.nn.Linear}, "got the class Linear: make an object of it"),
-    ({"level": "deep"}, "level must be one of quick, full, forensic, got 'deep'"),
+    ({"level": "deep"}, "level must be one of quick, full, forensic, adversarial, got 'deep'"),
     ({"shape": (0, 2, 8, 4)}, "B of shape must be at least 1, got 0: of an empty tensor there is nothing to judge"),
     ({"shape": (1, 0, 8, 4)}, "Hq of shape must be at least 1, got 0"),
     ({"shape": (1, 2, 0, 4)}, "Sq of shape must be at least 1, got 0"),

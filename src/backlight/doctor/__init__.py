@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from backlight.doctor.report.model import Report
     from backlight.doctor.steps.examination import diagnose, run_once
     from backlight.doctor.steps.health import Unhealthy, assert_healthy
+    from backlight.doctor.subject.apart import Limits
     from backlight.doctor.subject.subject import Subject
 
 # imported when asked for: pytest loads the plugin beside this file in every run, and most runs examine nothing
 HOMES = {
     "AuditResult": "defects.audit",
+    "Limits": "subject.apart",
     "Report": "report.model",
     "Subject": "subject.subject",
     "Unhealthy": "steps.health",
@@ -29,7 +31,7 @@ HOMES = {
     "run_once": "steps.examination",
 }
 
-__all__ = ["AuditResult", "Report", "Subject", "Unhealthy", "assert_healthy", "audit_rule", "diagnose", "run_once"]
+__all__ = ["AuditResult", "Limits", "Report", "Subject", "Unhealthy", "assert_healthy", "audit_rule", "diagnose", "run_once"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from backlight.doctor.report.model import Finding, Report
 from backlight.doctor.subject.capture import save_capture
 from backlight.doctor.subject.case import Case
 
-SHRINK_SECONDS = {"quick": 30.0, "full": 90.0, "forensic": 300.0}
+SHRINK_SECONDS = {"quick": 30.0, "full": 90.0, "forensic": 300.0, "adversarial": 60.0}
 
 
 def keep_report(report: Report, folder: str | Path) -> list[Path]:

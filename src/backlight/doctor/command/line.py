@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from backlight.command_line import Interruptible, typed, with_options_of
+from backlight.command_line import OWN_PROCESS, Interruptible, typed, with_options_of
 from backlight.doctor.command.options import Asked
 from backlight.doctor.command.perform import COULD_NOT_RUN, perform, wide_console
 from backlight.doctor.command.subjects import own_kernels
@@ -28,7 +28,7 @@ EPILOG = """Examples: [bold]backlight doctor sdpa --causal[/] | [bold]my_kernel.
 
 
 class DoctorGroup(Interruptible):
-    """`doctor SUBJECT ...` is the examination; other words (`compare`) are commands of their own."""
+    """`doctor SUBJECT ...` is the examination; other words (`compare`, `schema`, `serve`) are commands of their own."""
 
     to_stderr = True
 
@@ -57,7 +57,8 @@ app = typer.Typer(cls=DoctorGroup, add_completion=False, rich_markup_mode="rich"
 def examine(context: typer.Context, words: Asked) -> None:
     """Examine an attention kernel: which quantity goes wrong first, where, and the name of the defect.
 
-    Also: [bold]backlight doctor compare OLD.json NEW.json[/] tells what got better or worse between two reports.
+    Also: [bold]backlight doctor compare OLD.json NEW.json[/] tells what got better or worse between two reports,
+    [bold]backlight doctor schema[/] prints the JSON Schema of a report, [bold]backlight doctor serve[/] is an MCP server.
     """
     asked = replace(words, typed=typed(context))
     if asked.list_:
@@ -67,7 +68,23 @@ def examine(context: typer.Context, words: Asked) -> None:
         raise typer.Exit
     if not asked.name:
         raise typer.BadParameter("name a kernel, or use --demo NAME or --list")
-    perform(asked)
+    perform(asked, apart=context.obj == OWN_PROCESS and not asked.in_process)
+
+
+@app.command()
+def schema() -> None:
+    """The JSON Schema of a report, for programs that read one."""
+    from backlight.doctor.report.schema import text
+
+    typer.echo(text(), nl=False)
+
+
+@app.command()
+def serve() -> None:
+    """A server of the Model Context Protocol on standard input and output, with the doctor as its tools."""
+    from backlight.doctor.command.serve import serve
+
+    serve()
 
 
 @app.command()

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from backlight.command_line import LARGEST, number, one_of, option, sizes, whole, writable
+from backlight.doctor.subject.apart import GIB, Limits
 
 if TYPE_CHECKING:
     from backlight.doctor.subject.case import Case
 
-LEVELS = ("quick", "full", "forensic")
+LEVELS = ("quick", "full", "forensic", "adversarial")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+FORMATS = ("text", "line", "json", "sarif")
 LAYOUTS = ("auto", "BHSD", "BSHD", "packed")
 TIMEOUT = "300"
 # what captured tensors say themselves
@@ -61,19 +63,29 @@ class Asked:
     capture: Annotated[Path | None, INPUTS(help="Replay tensors saved as .pt or .safetensors.")] = None
     device: Annotated[str, INPUTS(help="Where the kernel runs.")] = "cpu"
     layout: Annotated[str, INPUTS(help="What the kernel reads: auto, BHSD, BSHD, packed.")] = "auto"
-    level: Annotated[str, EXAMINATION(help="quick (seconds), full (a minute), forensic (everything).")] = "quick"
+    level: Annotated[
+        str, EXAMINATION(help="quick (seconds), full (a minute), forensic (everything), adversarial (made for the test?).")
+    ] = "quick"
     against: Annotated[str | None, EXAMINATION(metavar="SUBJECT", help="Judge this reference of yours too.")] = None
     report: Annotated[
         Path | None,
         EXAMINATION(metavar="DIR", help="Write report.html, report.json and a repro script."),
     ] = None
     json: Annotated[Path | None, EXAMINATION(metavar="FILE", help="Write the report as JSON; - is standard output.")] = None
+    format: Annotated[str, EXAMINATION(help="What standard output gets: text, line (verdict and ids), json, sarif.")] = "text"
     sanitize: Annotated[
         bool, EXAMINATION("--sanitize", help="Also run the kernel once under each tool of compute-sanitizer (CUDA).")
     ] = False
     timeout: Annotated[
         str, EXAMINATION(metavar="SECONDS", help="Give up when one call of the kernel takes longer; 0 = never.")
     ] = TIMEOUT
+    memory: Annotated[
+        str | None,
+        EXAMINATION(metavar="GIB", help="Give up when more memory is used; 0 = no limit, default 90 % of what is free."),
+    ] = None
+    in_process: Annotated[
+        bool, EXAMINATION("--in-process", help="No child process: for debuggers. A crash of the kernel ends the doctor.")
+    ] = False
     demo: Annotated[str | None, EXAMINATION(metavar="NAME", help="Examine a deliberately broken kernel.")] = None
     list_: Annotated[bool, EXAMINATION("--list", help="List kernels, demos and the defect catalogue.")] = False
     typed: frozenset[str] = field(default=frozenset(), metadata={"typed": False})
@@ -88,9 +100,20 @@ class Asked:
         return self.json is not None and str(self.json) == "-"
 
     @property
+    def for_programs(self) -> bool:
+        """Whether standard output is read by a program, so that nothing else may stand there."""
+        return self.to_stdout or self.format in FORMATS[1:]
+
+    @property
     def seconds(self) -> float:
         """How long one call of the subject may take; 0 = for ever."""
         return number("--timeout", self.timeout, least=0.0)  # type: ignore[return-value]
+
+    @property
+    def limits(self) -> Limits:
+        """What the kernel may take of this machine."""
+        gib = number("--memory", self.memory, least=0.0)
+        return Limits(self.seconds, None if gib is None else int(gib * GIB))
 
     def case(self) -> Case:
         """What to examine the subject with; ValueError with a sentence for words that mean nothing or would be ignored."""
@@ -157,6 +180,9 @@ class Asked:
         }
 
     def _refuse_ignored(self) -> None:
+        one_of("--format", self.format, FORMATS)
+        if self.to_stdout and "format" in self.typed:
+            raise ValueError(f"--json - would be ignored: --format {self.format} says what standard output gets")
         if self.demo is not None and self.subject is not None:
             raise ValueError(f"name a kernel or a demo, not both: got {self.subject!r} and --demo {self.demo}")
         if "bias_origin" in self.typed and self.bias is None and self.capture is None:

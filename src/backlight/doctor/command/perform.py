@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from backlight.command_line import INTERRUPTED
 from backlight.doctor.command import streams
 from backlight.doctor.command.options import Asked, absolute
 from backlight.doctor.command.subjects import examiner
+from backlight.doctor.subject import apart as child_process
 from backlight.doctor.subject import trouble
 
 if TYPE_CHECKING:
@@ -40,8 +43,13 @@ def tell(name: str, console: Console) -> None:
         console.print()
 
 
-def perform(asked: Asked) -> NoReturn:
-    """Examine what was asked for, and leave with the report's exit code. What goes wrong on the way is a report too."""
+def perform(asked: Asked, apart: bool = False) -> NoReturn:
+    """Examine what was asked for, and leave with the report's exit code. What goes wrong on the way is a report too.
+
+    apart: in a child process, while this one watches; it reports what the child cannot, such as a crash.
+    """
+    if apart and child_process.possible():
+        watch(asked)
     aside = streams.OutputAside()
 
     def give_up(sentence: str) -> None:
@@ -56,13 +64,45 @@ def perform(asked: Asked) -> NoReturn:
     streams.show_crashes()
     outcome = ""
     try:
-        case, seconds = asked.case(), asked.seconds
+        case, limits, link = asked.case(), asked.limits, child_process.link()
         asked.writable()
-        with aside, trouble.patience(seconds, give_up):
+        with aside, trouble.patience(limits.seconds, give_up, None if link is None else link.last_words):
             found, outcome = examined(asked, case)
     except (Exception, SystemExit) as error:
         found = failed(asked.name, what_happened(error))
     conclude(found, asked, outcome)
+
+
+def watch(asked: Asked) -> None:
+    """Returns in the child alone; its parent waits there and leaves with the child's exit code."""
+    try:
+        limits = asked.limits
+    except ValueError:
+        # the examination says so, before anything of the kernel's runs
+        return
+    streams.flush()
+    watched = child_process.split(limits, resident_only=not asked.device.startswith("cpu"))
+    if watched is None:
+        return
+    place, _, _ = asked.name.rpartition(":")
+    ended = watched.wait(place if place.endswith(".py") else None)
+    if ended.said:
+        # taking torch down once more would take as long as all the rest of this process
+        streams.flush()
+        os._exit(int(ended.said))
+    # whatever the child was drawing is unfinished
+    wide_console(stderr=True).show_cursor()
+    if ended.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    conclude(failed(asked.name, ended.sentence), asked)
+
+
+def leave(code: int) -> NoReturn:
+    """The end of an examination: its exit code, and to a parent that watches the word that it is one."""
+    link = child_process.link()
+    if link is not None:
+        link.tell(str(code))
+    raise typer.Exit(code)
 
 
 def examined(asked: Asked, case: Case) -> tuple[Report, str]:
@@ -108,23 +148,45 @@ def conclude(found: Report, asked: Asked, reproduced: str = "") -> NoReturn:
     from backlight.doctor.command import keep
     from backlight.doctor.report import json, terminal
 
-    said, code = wide_console(stderr=asked.to_stdout), found.exit_code
+    said, code = wide_console(stderr=asked.for_programs), found.exit_code
     try:
-        terminal.render(found, said)
+        if asked.format not in MACHINE:
+            terminal.render(found, said)
         if reproduced:
             said.print(Text(f"repro    {reproduced}"))
-    except SystemExit:
-        # rich leaves with 1, our code for a defect, when nobody reads any more
-        raise typer.Exit(code) from None
-    try:
         for path in keep.keep_report(found, asked.report) if asked.report is not None else ():
             said.print(Text(f"written  {path}"))
-        if asked.to_stdout:
-            typer.echo(json.dumps(found), nl=False)
-            streams.seal()
-        elif asked.json is not None:
+        if asked.json is not None and not asked.to_stdout:
             said.print(Text(f"written  {json.save(found, asked.json)}"))
+        if asked.for_programs:
+            typer.echo(MACHINE["json" if asked.to_stdout else asked.format](found), nl=False)
+            streams.seal()
+    except SystemExit:
+        # rich leaves with 1, our code for a defect, when nobody reads any more
+        pass
     except OSError as error:
         wide_console(stderr=True).print(Text(f"the report could not be written: {error}", style="red"))
-        raise typer.Exit(COULD_NOT_RUN) from None
-    raise typer.Exit(code)
+        code = COULD_NOT_RUN
+    leave(code)
+
+
+def _line(found: Report) -> str:
+    from backlight.doctor.report.line import line
+
+    return line(found) + "\n"
+
+
+def _json(found: Report) -> str:
+    from backlight.doctor.report import json
+
+    return json.dumps(found)
+
+
+def _sarif(found: Report) -> str:
+    from backlight.doctor.command.subjects import version
+    from backlight.doctor.report import sarif
+
+    return sarif.dumps(found, version())
+
+
+MACHINE: dict[str, Callable[[Report], str]] = {"line": _line, "json": _json, "sarif": _sarif}

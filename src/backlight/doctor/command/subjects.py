@@ -47,6 +47,13 @@ def own_kernels() -> list[tuple[str, str]]:
     return [("backlight", "the public call, its own choice of backend"), *backends]
 
 
+def version() -> str:
+    """Of this package."""
+    import backlight
+
+    return backlight.__version__
+
+
 def examiner(subject: str, case: Case, layout: str = "auto", against: str | None = None) -> Callable[[Case], Report]:
     """A function that examines the named subject with a case; names are resolved once."""
     from backlight.doctor import diagnose

@@ -27,6 +27,7 @@ from backlight.doctor.defects import (
     windows,
 )
 from backlight.doctor.defects.defect import Defect
+from backlight.doctor.defects.games import GAMES
 from backlight.spec import AttentionSpec
 
 # earlier groups win ties: the plainest explanation first
@@ -48,6 +49,16 @@ DEFECTS: tuple[Defect, ...] = (
 OF_TANGENTS: tuple[Defect, ...] = tuple(tangents.DEFECTS)
 OF_VALUES: tuple[Defect, ...] = tuple(defect for defect in DEFECTS if defect not in OF_TANGENTS)
 BY_ID: dict[str, Defect] = {defect.id: defect for defect in DEFECTS}
+OPEN = Defect(
+    "open",
+    "a quantity is wrong, by a mechanism the catalogue does not know",
+    "nothing that has a name here",
+    "",
+    "values beyond what a correct kernel of this dtype gives, or an identity that fails",
+    "That of the report: it follows from the stage that is wrong and from the identities that fail.",
+    family="open",
+    confirm="nothing yet: the stage and the place are right, the cause is not known",
+)
 STORIES = {"case-a": "call-causal-lost", "case-b": "accumulate-repeated", "case-c": "do-stride", "case-d": "nan-cell"}
 DEMO_SHAPE = (2, 4, 136, 64)
 
@@ -58,6 +69,11 @@ def get(name: str) -> Defect:
         return BY_ID[STORIES.get(name, name)]
     except KeyError:
         raise KeyError(f"no defect named {name!r}; `backlight doctor --list` shows all {len(DEFECTS)}") from None
+
+
+def about(name: str) -> Defect:
+    """What a finding's id means: an entry of the catalogue, a name of level `adversarial`, or `open`."""
+    return OPEN if name == OPEN.id else GAMES[name] if name in GAMES else get(name)
 
 
 def names() -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from backlight.doctor.subject.subject import Subject
 from backlight.spec import AttentionSpec
 
 THREADS = 16
-LEVELS = ("quick", "full", "forensic")
+LEVELS = ("quick", "full", "forensic", "adversarial")
 
 
 @dataclass(frozen=True)

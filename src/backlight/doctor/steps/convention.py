@@ -7,16 +7,25 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from backlight.call import Call
 from backlight.doctor.steps.compare import compare
 from backlight.doctor.subject.subject import Observed, Subject
-from backlight.doctor.subject.trouble import CouldNotRun
+from backlight.doctor.subject.trouble import CouldNotRun, DeviceLost
+from backlight.problems import inputs
+from backlight.problems.axes import AXES, tensors_of, with_tensors
 from backlight.problems.problem import Problem
+from backlight.reference import oracle
 from backlight.spec import LOG2E
 
 REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, AssertionError)
 # the layout is found when o is off by less than MATCHES. A defective kernel in the right layout still RESEMBLES the answer;
 # tensors read in the wrong layout have next to no correlation with it
 MATCHES, RESEMBLES = 0.05, 0.5
+# by how much one reading of a call must resemble the answer more than the other
+CLEARLY = 0.2
+# lengths of the call that both readings fit: the second for kernels that want whole tiles
+SQUARES = (16, 64)
+FOUR_AXES = (("batch", "heads", "rows"), ("batch", "kv_heads", "keys"))
 # how close a fitted (a, b) must be to a known convention
 TOLERANCE, OFFSET = 1e-3, 0.01
 
@@ -25,12 +34,66 @@ def settle(subject: Subject, problem: Problem, notes: list[str]) -> tuple[Subjec
     """The subject with its layout decided, and its first answer: layouts are told apart by o alone."""
     if subject.layout != "auto":
         return subject, subject.run(problem.call, problem.dy)
-    errors, best = {}, None
-    names = ("packed", "BHSD", "BSHD") if problem.call.varlen else ("BHSD", "BSHD", "packed")
-    for name in names:
-        candidate = subject.with_layout(name)
+    names = plausible(subject, problem.call)
+    chosen = subject.with_layout(
+        names[0] if len(names) == 1 else fits_both(subject, problem) or _tried(subject, problem, names)
+    )
+    if chosen.layout != "BHSD":
+        notes.append(f"layout {chosen.layout}, found by matching o")
+    return chosen, chosen.run(problem.call, problem.dy)
+
+
+def plausible(subject: Subject, call: Call) -> tuple[str, ...]:
+    """Layouts that the signature allows, the likeliest first: nobody reads packed sequences without their borders."""
+    if call.varlen:
+        return ("packed", "BHSD", "BSHD")
+    if not subject.takes("cu_seqlens_q"):
+        return ("BHSD", "BSHD")
+    return ("packed",) if subject.requires("cu_seqlens_q") else ("BHSD", "BSHD", "packed")
+
+
+def fits_both(subject: Subject, problem: Problem) -> str:
+    """The layout by one call with as many heads as positions, which no reading of it leaves; '' when that does not tell.
+
+    A kernel that takes heads for positions may read and write outside of tensors whose lengths differ: [B, S, H, D] and
+    [B, H, S, D] have one shape here, and whose o the answer is tells which of the two was read.
+    """
+    call = problem.call
+    if call.varlen:
+        return ""
+    for length in SQUARES:
         try:
-            forward = candidate.run(problem.call)
+            square = inputs.make(
+                call.spec, (1, length, length, call.q.shape[3]), dv=call.v.shape[3], dtype=call.q.dtype, device=call.q.device
+            )
+            o = subject.with_layout("BHSD").run(square.call)["o"]
+        except DeviceLost:
+            raise
+        except REFUSALS:
+            continue
+        if o.shape != square.dy.shape:
+            continue
+        turned = {n: x.transpose(1, 2) for n, x in tensors_of(square.call).items() if AXES[n][:3] in FOUR_AXES}
+        found = {
+            "BHSD": correlation(o, oracle(square.call).y),
+            "BSHD": correlation(o.transpose(1, 2), oracle(with_tensors(square.call, turned)).y),
+        }
+        best = max(found, key=lambda name: found[name])
+        return best if found[best] >= RESEMBLES and found[best] - min(found.values()) >= CLEARLY else ""
+    return ""
+
+
+def _tried(subject: Subject, problem: Problem, names: tuple[str, ...]) -> str:
+    """The layout by trial on the problem itself: what fits before what resembles the answer before what merely runs."""
+    errors, ran = dict[str, str](), dict[str, tuple[bool, float]]()
+    for name in names:
+        if ran and reads_beyond(problem.call):
+            # a kernel that runs as it was called is not asked to take these lengths for others
+            break
+        try:
+            forward = subject.with_layout(name).run(problem.call)
+        except DeviceLost:
+            raise
         except REFUSALS as error:
             errors[name] = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             continue
@@ -38,20 +101,24 @@ def settle(subject: Subject, problem: Problem, notes: list[str]) -> tuple[Subjec
             errors[name] = f"o has shape {tuple(forward['o'].shape)}, expected {tuple(problem.truth.y.shape)}"
             continue
         score = compare("o", forward["o"], problem).relative
-        best = (score, candidate, forward["o"]) if best is None or score < 0.5 * best[0] else best
+        ran[name] = (not correlation(forward["o"], problem.truth.y) >= RESEMBLES, score)
         if score <= MATCHES:
-            break
-    if best is None and len(set(errors.values())) == 1:
+            return name
+    if not ran and len(set(errors.values())) == 1:
         raise CouldNotRun(errors[names[0]])
-    if best is None:
+    if not ran:
         raise CouldNotRun("the subject ran in no layout; " + "; ".join(f"{name}: {said}" for name, said in errors.items()))
-    if names[0] in errors and not correlation(best[2], problem.truth.y) >= RESEMBLES:
+    best = min(ran, key=lambda name: ran[name]) if not all(stranger for stranger, _ in ran.values()) else next(iter(ran))
+    if names[0] in errors and ran[best][0]:
         # the kernel refused its own layout; that it accepts the shapes of another one says nothing about it
-        raise CouldNotRun(f"{errors[names[0]]} (layout {names[0]}; it runs as {best[1].layout}, on something else)")
-    chosen = best[1]
-    if chosen.layout != "BHSD":
-        notes.append(f"layout {chosen.layout}, found by matching o")
-    return chosen, chosen.run(problem.call, problem.dy)
+        raise CouldNotRun(f"{errors[names[0]]} (layout {names[0]}; it runs as {best}, on something else)")
+    return best
+
+
+def reads_beyond(call: Call) -> bool:
+    """Whether a kernel that takes heads for positions would leave a tensor: a term by head, or rows and keys of two lengths."""
+    by_head = [name for name in tensors_of(call) if AXES[name][:3] not in FOUR_AXES]
+    return bool(by_head) or call.rows is not None or call.q.shape[2] != call.k.shape[2]
 
 
 def correlation(x: Tensor, truth: Tensor) -> float:

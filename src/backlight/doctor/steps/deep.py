@@ -15,6 +15,7 @@ from backlight.doctor.steps.invariants import identities
 from backlight.doctor.steps.probes import Bench
 from backlight.doctor.steps.sheet import Sheet
 from backlight.doctor.steps.verdict import from_explanation
+from backlight.doctor.subject.trouble import DeviceLost
 from backlight.problems import inputs
 from backlight.problems.problem import Problem
 from backlight.reference import eager, oracle
@@ -35,6 +36,8 @@ def run(sheet: Sheet, bench: Bench) -> None:
         count = len(sheet.probes)
         try:
             step(sheet, bench)
+        except DeviceLost:
+            raise
         except REFUSALS as error:
             first = str(error).splitlines()[0][:200] if str(error) else repr(error)
             sheet.probes.append(Probe(step.__name__.strip("_").replace("_", " "), None, f"the subject refused: {first}"))
@@ -54,7 +57,8 @@ def _tomography(sheet: Sheet, bench: Bench) -> None:
         good = not words and found.relative <= limit
         row = StageRow(found.name, gain=found.gain, global_error=found.relative, note=words or "read by one-hot probes")
         row.status = "ok" if good else "culprit"
-        sheet.extra_rows.append(row)
+        if not any(known.name == row.name for known in sheet.rows):
+            sheet.extra_rows.append(row)
         detail = words or f"off by {100 * found.relative:.2g} % (a correct kernel: below {100 * limit:.2g} %)"
         sheet.probes.append(Probe(f"tomography of {found.name}", good, detail))
         if words:

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from backlight.doctor.defects.catalogue import BY_ID
+from backlight.doctor.defects.catalogue import BY_ID, about
+from backlight.doctor.defects.games import GAMES
 from backlight.doctor.report.model import FORWARD_MODE, Finding, Probe, Report, Where
 from backlight.doctor.report.words import counted
-from backlight.doctor.steps import convention, deep, forward_mode, probes, usable, verdict
+from backlight.doctor.steps import adversarial, convention, deep, forward_mode, probes, taps, usable, verdict
 from backlight.doctor.steps.compare import TRUTH_OF, Comparison, compare, judged
 from backlight.doctor.steps.environment import self_check
 from backlight.doctor.steps.explain import Explanation, explain
@@ -21,15 +23,19 @@ from backlight.doctor.steps.invariants import Identity, identities
 from backlight.doctor.steps.localise import ROW_TENSORS, local_values, only_in_empty_rows
 from backlight.doctor.steps.pictures import pictures
 from backlight.doctor.steps.sheet import Sheet
+from backlight.doctor.steps.watched import in_child
+from backlight.doctor.subject import interpreted
+from backlight.doctor.subject.apart import Limits
 from backlight.doctor.subject.layouts import ShapeMismatch
 from backlight.doctor.subject.subject import Observed, Subject
-from backlight.doctor.subject.trouble import CouldNotRun
+from backlight.doctor.subject.trouble import CouldNotRun, DeviceLost, Unrepeatable
 from backlight.problems import inputs
+from backlight.problems.axes import tensors_of
 from backlight.problems.inputs import Settings
-from backlight.problems.problem import Problem
+from backlight.problems.problem import Problem, recast
 from backlight.spec import AttentionSpec
 
-LEVELS = ("quick", "full", "forensic")
+LEVELS = ("quick", "full", "forensic", "adversarial")
 # here the probe names the input that is misread, not the tensors that come out wrong
 MISREAD = ("do-stride", "do-in-flight", "input-stride")
 
@@ -43,6 +49,7 @@ def diagnose(
     *,
     level: str = "quick",
     against: Any = None,
+    limits: Limits | None = None,
     **settings: Unpack[Settings],
 ) -> Report:
     """Examine an attention kernel and say what is wrong with it.
@@ -53,8 +60,11 @@ def diagnose(
     spec:     what it is supposed to compute.
     q, k, v:  canonical [B,Hq,Sq,D], [B,Hkv,Sk,D], [B,Hkv,Sk,Dv] tensors (packed: B = 1 with cu_seqlens). When absent they are
               drawn from `shape` (B, Hq, Sq, D), `kv_heads`, `sk`, `dv`, `dtype`, `recipe` and `seed`, on `device`.
-    level:    "quick" (comparison, identities, a few probes), "full" (all probes, tomography), "forensic" (tile sweep, more).
+    level:    "quick" (comparison, identities, a few probes), "full" (all probes, tomography), "forensic" (tile sweep, more),
+              "adversarial" (quick, and whether the kernel fits the examination instead of the task).
     against:  a reference of yours: it is judged by the same oracle, because a wrong reference looks like a wrong kernel.
+    limits:   `doctor.Limits(seconds=60)`: examine in a child process (Linux), which may hang, crash or run out of memory; None
+              examines here.
     settings: `do`, the incoming gradient [B,Hq,Sq,Dv]; learned terms by name; `mask`, which a subject gets as `mask` or as the
               tensors `rows` and `pos`; `cu_seqlens`; and what is drawn, as above.
     """
@@ -62,12 +72,38 @@ def diagnose(
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
     started = time.perf_counter()
     problem = inputs.problem_of(spec, q, k, v, **settings)
-    examination = Examination(Subject.of(subject), problem, level)
-    report = examination.report()
-    if against is not None:
-        judge_reference(report, Subject.of(against), problem)
+    examined, reference = Subject.of(subject), None if against is None else Subject.of(against)
+
+    def run() -> Report:
+        return examine(examined, problem, level, reference)
+
+    report = run() if limits is None else in_child(run, limits, examined, problem)
     report.seconds = time.perf_counter() - started
     return report
+
+
+def examine(subject: Subject, problem: Problem, level: str, reference: Subject | None = None) -> Report:
+    notes = []
+    if interpreted.misread_bf16(problem.call.q.dtype):
+        problem = wider(problem)
+        dtype = str(problem.call.q.dtype).removeprefix("torch.")
+        notes.append(
+            "TRITON_INTERPRET=1: this Triton's interpreter multiplies the bit patterns of bf16 operands in tl.dot, so "
+            f"the same inputs were examined in {dtype}"
+        )
+    examination = Examination(subject, problem, level)
+    examination.notes += notes
+    report = examination.report()
+    if reference is not None:
+        judge_reference(report, reference, problem)
+    return report
+
+
+def wider(problem: Problem) -> Problem:
+    """The same numbers in fp16 where it can hold them, else in fp32."""
+    largest = max(float(x.abs().max()) for x in (*tensors_of(problem.call).values(), problem.dy) if x.numel())
+    dtype = torch.float16 if largest < torch.finfo(torch.float16).max / 2 else torch.float32
+    return problem.replace(call=recast(problem.call, dtype), dy=problem.dy.to(dtype))
 
 
 def run_once(subject: Any, spec: AttentionSpec, *tensors: Tensor | None, **settings: Any) -> Observed:
@@ -99,12 +135,28 @@ class Examination(Sheet):
             values = convention.natural_lse(self.subject, self.problem, observed.values, self.notes)
             instead = convention.fill_empty_rows(self.problem, values)
             self.examine(observed, values)
-        except (CouldNotRun, ShapeMismatch) as error:
+        except DeviceLost as error:
+            # nothing that lies on the device can be looked at any more
+            return Report(self.subject.name, "could-not-run", str(error), self.subject.location, self_check=health)
+        except Unrepeatable as error:
             return self.could_not_run(str(error), health)
+        except (CouldNotRun, ShapeMismatch) as error:
+            return self.could_not_run(str(error) + self._runs_wider(), health)
         if instead and not any(f.severity != "note" for f in self.findings):
             title = BY_ID["empty-rows-lse"].sentence().replace("...", instead)
             self.named("empty-rows-lse", ["everything else is right, in these rows too"], title=title)
         return self.finish(health, time.perf_counter() - started)
+
+    def _runs_wider(self) -> str:
+        """Words for a kernel that cannot run in 16 bits and can in fp32; '' for any other."""
+        if not self.problem.sixteen_bit:
+            return ""
+        wide = self.problem.replace(call=recast(self.problem.call, torch.float32), dy=self.problem.dy.float())
+        try:
+            convention.settle(self.subject, wide, [])
+        except (*convention.REFUSALS, ShapeMismatch):
+            return ""
+        return "; in fp32 it runs" if self.problem.recipe == "captured" else "; in fp32 it runs: try --dtype fp32"
 
     # --- the steps ----------------------------------------------------------------------------------------------------------
 
@@ -122,6 +174,7 @@ class Examination(Sheet):
         laws = identities(problem, known)
         local = local_values(problem, values) if "o" in known else {}
         self.rows = verdict.stage_rows(problem, known, comparisons, local)
+        self.rows = sorted([*self.rows, *taps.rows(problem, values, local)], key=lambda row: verdict.ORDER.index(row.name))
         self._observed_faults(observed)
         seen = forward_mode.look(self, observed, values)
         self._probe(observed)
@@ -156,7 +209,12 @@ class Examination(Sheet):
 
     def _probe(self, observed: Observed) -> None:
         bench = probes.Bench(self.subject, self.problem, observed)
-        chosen = {"quick": probes.QUICK, "full": probes.FULL, "forensic": probes.FORENSIC}[self.level]
+        chosen = {
+            "quick": probes.QUICK,
+            "full": probes.FULL,
+            "forensic": probes.FORENSIC,
+            "adversarial": (*probes.QUICK, *adversarial.PROBES),
+        }[self.level]
         if observed.missing or observed.changed_inputs:
             return
         for run in chosen:
@@ -165,7 +223,7 @@ class Examination(Sheet):
             if found.passed is False and found.data.get("finding", "open") != "open":
                 self._probe_finding(found)
         self._one_cause()
-        if self.level != "quick":
+        if self.level in ("full", "forensic"):
             deep.run(self, bench)
 
     def _probe_finding(self, found: Probe) -> None:
@@ -179,8 +237,8 @@ class Examination(Sheet):
         lines = [f"{found.name}: {found.detail}"]
         for name, gains in found.data.get("gains", {}).items():
             lines.append(f"{name}: gain per head " + " ".join(f"{g:.3g}" for g in gains))
-        stage = (found.data.get("wrong") or [BY_ID[identifier].stage])[0]
-        title = ""
+        stage = (found.data.get("wrong") or [about(identifier).stage])[0]
+        title = about(identifier).title.replace("{detail}", found.detail) if identifier in GAMES else ""
         if identifier == "atomics-reorder":
             moved = found.data["wrong"]
             title = BY_ID[identifier].title.replace(
@@ -237,6 +295,8 @@ class Examination(Sheet):
             return None
         try:
             out = self.subject.run(problem.call, problem.dy)
+        except DeviceLost:
+            raise
         except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError):
             return None
         values = convention.natural_lse(self.subject, problem, out.values, [])

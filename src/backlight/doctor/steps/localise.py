@@ -165,6 +165,8 @@ def local_values(problem: Problem, values: Mapping[str, Tensor]) -> dict[str, Te
     saved = {name: saved[name].double() for name in SAVED_ROWS}
     names = ("p", "dp", "delta", "ds", *GRADIENTS)
     keep = [n for n in names if n not in MATRICES or n in taps]
+    if "p (bwd)" in values:
+        taps["p"] = values["p (bwd)"]
     backward = Local(BACKWARD_HALF, saved=saved, observed=taps)(problem.call, problem.dy, problem.dlse, keep)
     return {n: x for n, x in forward.items() if n not in backward} | dict(backward.items())
 

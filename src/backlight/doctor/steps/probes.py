@@ -21,7 +21,7 @@ from backlight.doctor.report.model import Probe
 from backlight.doctor.report.words import counted
 from backlight.doctor.subject import layouts
 from backlight.doctor.subject.subject import Observed, Subject
-from backlight.doctor.subject.trouble import CouldNotRun, Unrepeatable
+from backlight.doctor.subject.trouble import CouldNotRun, DeviceLost, Unrepeatable
 from backlight.problems.axes import AXES, cut_call, tensors_of, with_tensors
 from backlight.problems.problem import Problem
 from backlight.spec import OF_PAIRS
@@ -97,7 +97,7 @@ def probe(name: str) -> Callable[[Callable[[Bench], Probe]], Callable[[Bench], P
             started = time.perf_counter()
             try:
                 found = function(bench)
-            except Unrepeatable:
+            except (Unrepeatable, DeviceLost):
                 raise
             except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as error:
                 found = Probe(name, None, f"the subject refused: {str(error).splitlines()[0][:200] if str(error) else error!r}")

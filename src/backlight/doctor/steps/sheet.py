@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from backlight.doctor.defects.catalogue import BY_ID
+from backlight.doctor.defects.catalogue import about
 from backlight.doctor.report.model import FORWARD_MODE, Finding, Picture, Probe, Report, StageRow, Where
 from backlight.doctor.steps import verdict
 from backlight.doctor.steps.environment import environment
@@ -40,7 +40,7 @@ class Sheet:
         self.pictures: list[Picture] = []
 
     def named(self, name: str, lines: list[str], where: Where | None = None, title: str = "", stage: str | None = None) -> None:
-        defect = BY_ID[name]
+        defect = about(name)
         self.add(
             Finding(
                 name,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from backlight.doctor.defects.catalogue import BY_ID
 from backlight.doctor.defects.constants import times
+from backlight.doctor.defects.scale import GAIN_NEXT
 from backlight.doctor.report.model import FORWARD_MODE, STAGE_ORDER, Confidence, Finding, Probe, StageRow, Where
 from backlight.doctor.report.words import counted
 from backlight.doctor.steps.compare import RHO_B, RHO_B_WIDE, RHO_FAIL, TRUTH_OF, Comparison
@@ -143,10 +144,18 @@ def from_explanation(
         lines + evidence(comparisons, identities),
         f"established (explains {100 * min(best.explained, 0.9999):.2f} % of the error energy)",
         "medium" if rival else "high",
-        best.defect.next_check,
+        specific_check(best, comparisons),
         best.explained,
         100.0,
     )
+
+
+def specific_check(best: Explanation, comparisons: Mapping[str, Comparison]) -> str:
+    """The check of the catalogue; where it is about a constant, with the constant."""
+    scaled = comparisons.get(best.defect.stage)
+    if best.defect.next_check != GAIN_NEXT or scaled is None:
+        return best.defect.next_check
+    return f"Divide {scaled.name} by {scaled.gain:.4g} and run again: the whole comparison must turn healthy."
 
 
 def where_of(comparisons: Mapping[str, Comparison], problem: Problem) -> Where | None:
@@ -178,9 +187,51 @@ def open_finding(
     if not any(c.bad for c in comparisons.values()):
         laws = ", ".join(f"{i.name} ({i.law})" for i in identities if not i.holds)
         title, score = f"identity {laws} fails although every tensor is within noise of the oracle", 20.0
-    check = "Halve the problem (batch, heads, length, width) while the error persists; the smallest shape shows the pattern."
+    check = next_check(comparisons, identities)
     where = where_of(comparisons, problem)
     return Finding("open", title, "defect", stage, where, lines, "open", "medium" if culprit else "low", check, None, score)
+
+
+def next_check(comparisons: Mapping[str, Comparison], identities: list[Identity]) -> str:
+    """An experiment that would prove the reading of `decision` false."""
+    if "o" in comparisons and comparisons["o"].bad:
+        agree = all(i.holds for i in identities if i.name in ("I1", "I2"))
+        return FORWARD_CHECKS[agree]
+    holds = {i.name: i.holds for i in identities}
+    wrong = {name for name, c in comparisons.items() if c.bad}
+    if not {"I1", "I2"} <= set(holds) or not wrong:
+        return HALVE
+    pattern = (holds["I1"], holds["I2"], holds.get("I3", True))
+    return HALVE if pattern == (True, True, True) and not {"dq", "dk"} <= wrong else CHECKS[pattern]
+
+
+HALVE = "Halve the problem (batch, heads, length, width) while the error persists; the smallest shape shows the pattern."
+FORWARD_CHECKS = {
+    True: "Leave out causal, window and scale, one at a time: the comparison must turn healthy with one of them.",
+    False: "Run with one query and one key (--shape 1,1,1,D): o must then be v; if it is, the softmax or the mask is at fault.",
+}
+CHECKS = {
+    (True, True, True): "Divide dq and dk by the gain in the table: both must turn healthy, since ds enters both.",
+    (
+        False,
+        True,
+        True,
+    ): "Run with one head and one tile of rows (--shape 1,1,64,D): a lost tile or wrong head must go away.",
+    (
+        False,
+        True,
+        False,
+    ): "Look for the rows of dk among the oracle's rows of other keys: they must be there, in another place.",
+    (True, False, False): "Return p from the backward, or run --level full: its cells must differ from the forward's p.",
+    (
+        True,
+        False,
+        True,
+    ): "Divide dv by the oracle's dv: a ratio that is constant in a row of p must be exp of an error of its lse.",
+    (True, True, False): "Return delta from the backward: it must differ from the row sum of dO * o.",
+    (False, False, True): "Run with as many key/value heads as query heads (--kv-heads): the error must go away.",
+    (False, False, False): "Swap two of the returned gradients, then two of the arguments: one swap must make it healthy.",
+}
 
 
 def decision(comparisons: Mapping[str, Comparison], identities: list[Identity]) -> str:

@@ -25,6 +25,8 @@ from backlight.problems.axes import AXES, KEY_GRADIENTS, ROW_GRADIENTS, tensors_
 from backlight.spec import TERM_NAMES
 
 MASK = "mask"
+# weights that a backward computes anew
+RECOMPUTED = "p"
 # canonical keyword -> names used in the wild
 KEYWORDS = {
     "causal": ("causal", "is_causal"),
@@ -156,10 +158,18 @@ class Subject:
         *,
         do_layout: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
         input_layout: Callable[[Tensor], Tensor] | None = None,
+        memory: dict[str, Tensor] | None = None,
     ) -> Observed:
-        """One forward, and one backward when `dy` or `dlse` is given. Layout functions act on the tensors the subject sees."""
+        """One forward, and one backward when `dy` or `dlse` is given. Layout functions act on the tensors the subject sees.
+
+        memory: tensors of an earlier run, which this one fills with its own numbers; those that are not there are put there.
+        """
         layout = self._layout(call)
         inputs = self._inputs(call, layout)
+        if memory is not None:
+            with torch.no_grad():
+                inputs = {name: memory[name].copy_(x) if name in memory else x for name, x in inputs.items()}
+            memory |= inputs
         terms = [name for name in inputs if name not in QKV]
         before = {name: x.clone() for name, x in inputs.items()}
         counted = [*QKV, *(name for name in terms if not self.params or name in self.params)]
@@ -171,6 +181,9 @@ class Subject:
         extras = self._extras(call, inputs, layout)
         out = self._forward({n: inputs[n] for n in QKV}, extras)
         values = {"o": layout.take_rows(out["o"], "o")}
+        if (dy is not None or dlse is not None) and self.backward is not None and values["o"].shape[-1] != call.v.shape[-1]:
+            # a raw backward trusts the shapes it is handed
+            raise CouldNotRun(f"o has {values['o'].shape[-1]} columns and v {call.v.shape[-1]}: the backward was not called")
         if isinstance(out.get("lse"), Tensor):
             values["lse"] = layout.take_lse(out["lse"])
         values |= {name: x.detach() for name, x in out.items() if name not in ("o", "lse", "y") and isinstance(x, Tensor)}
@@ -178,7 +191,7 @@ class Subject:
         if dy is not None or dlse is not None:
             gradients = self._backward(call, out, inputs, counted, extras, dy, dlse, layout, do_layout)
             missing = [f"d{name}" for name in counted if gradients.get(f"d{name}") is None]
-            values |= {name: x for name, x in gradients.items() if x is not None}
+            values |= {name: x for name, x in gradients.items() if isinstance(x, Tensor)}
         changed = tuple(n for n, x in before.items() if not _same(x, inputs[n].detach()))
         return Observed({name: x.detach() for name, x in values.items()}, tuple(missing), changed)
 
@@ -222,6 +235,7 @@ class Subject:
         layout: layouts.Layout,
         do_layout: Callable[[Tensor], Tensor],
     ) -> dict[str, Tensor | None]:
+        expected = tuple(f"d{n}" for n in counted)
         if dy is None:
             dy = torch.zeros_like(call.q[..., :1]).expand(*call.q.shape[:3], call.v.shape[-1])
         do = do_layout(layout.give(dy.detach()))
@@ -231,16 +245,22 @@ class Subject:
                 outputs, grads = [*outputs, out["lse"]], [*grads, layout.give_lse(dlse, out["lse"])]
             if not out["o"].requires_grad:
                 return {}
-            with subject_code(self.file):
+            with subject_code(self.file, "backward"):
                 found = torch.autograd.grad(outputs, [inputs[n] for n in counted], grads, allow_unused=True)
                 wait(do)
             named: dict[str, Any] = {f"d{n}": g for n, g in zip(counted, found, strict=True)}
         else:
             told = {"do": do, "dy": do, "o": out["o"], "y": out["o"], "lse": out.get("lse"), "dlse": dlse}
             told = {n: x for n, x in told.items() if x is not None} | {n: inputs[n] for n in QKV}
-            with subject_code(self.file):
-                named = _as_dict(_invoke_backward(self.backward, told, extras), tuple(f"d{n}" for n in counted))
+            with subject_code(self.file, "backward"):
+                named = _as_dict(_invoke_backward(self.backward, told, extras), expected)
                 wait(do)
+        strange = next((n for n, g in named.items() if n in expected and not isinstance(g, Tensor | None)), None)
+        if strange is not None:
+            raise CouldNotRun(f"the backward returned a {type(named[strange]).__name__} for {strange}; expected a tensor")
+        if RECOMPUTED in named:
+            # the forward's are another quantity: a mask that one of the two forgets tells them apart
+            named[f"{RECOMPUTED} (bwd)"] = named.pop(RECOMPUTED)
         shaped = dict.fromkeys(ROW_GRADIENTS, layout.take_rows) | dict.fromkeys(KEY_GRADIENTS, layout.take_keys)
         return {n: shaped[n](g, n) if n in shaped and g is not None else g for n, g in named.items()}
 
@@ -248,6 +268,12 @@ class Subject:
         """Whether the callable can be told about a feature (canonical keyword)."""
         accepted = self.accepts()
         return accepted is None or bool(set(KEYWORDS[name]) & accepted)
+
+    def requires(self, name: str) -> bool:
+        """Whether the callable has a parameter for a feature and no default for it."""
+        accepted = self.accepts() or ()
+        spelled = [word for word in KEYWORDS[name] if word in accepted]
+        return bool(spelled) and _default_of(self.forward, spelled[0]) is inspect.Parameter.empty
 
     def _extras(self, call: Call, inputs: Mapping[str, Tensor], layout: layouts.Layout) -> dict[str, Any]:
         accepted = self.accepts()
@@ -309,12 +335,17 @@ def _features(call: Call, packed: bool) -> dict[str, Any]:
 
 def _surprising_default(function: Callable[..., Any], name: str) -> bool:
     """Whether leaving the keyword out could mean something else than "off": it has no default, or a default that acts."""
+    default = _default_of(function, name)
+    return default is inspect.Parameter.empty or default not in (None, False)
+
+
+def _default_of(function: Callable[..., Any], name: str) -> Any:
+    """The default of a parameter, `inspect.Parameter.empty` where it has none; None where nobody can tell."""
     target = function.forward if isinstance(function, nn.Module) else function
     try:
-        default = inspect.signature(target).parameters[name].default
+        return inspect.signature(target).parameters[name].default
     except (TypeError, ValueError, KeyError):
-        return False
-    return default is inspect.Parameter.empty or default not in (None, False)
+        return None
 
 
 def _invoke(function: Callable[..., Any], tensors: dict[str, Tensor], extras: dict[str, Any]) -> Any:

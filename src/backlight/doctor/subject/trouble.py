@@ -7,6 +7,7 @@ All code of a subject, its import included, runs inside `subject_code`: an excep
 
 from __future__ import annotations
 
+import faulthandler
 import linecache
 import os
 import sys
@@ -18,12 +19,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import IO, Any, NoReturn
 
 PACKAGE = Path(__file__).parents[2]
 LONGEST_LINE, LONGEST_MESSAGE = 120, 400
 # exceptions whose text is a sentence by custom; the text of others ('x' of a KeyError) needs their name before it
 SENTENCES = (ValueError, TypeError, RuntimeError, NotImplementedError, OSError)
+# CUDA errors after which every call of the process fails
+DEVICE_LOST = ("illegal memory access", "misaligned address", "device-side assert", "unspecified launch failure")
+# compiled code may keep the interpreter to itself, and our timer with it: faulthandler needs neither and comes this much later
+GRACE = 2.0
 
 
 class CouldNotRun(RuntimeError):
@@ -34,6 +39,10 @@ class Unrepeatable(CouldNotRun):
     """The same call worked before, so no answer of the subject can be relied on."""
 
 
+class DeviceLost(CouldNotRun):
+    """The device refuses all work from here on: nothing after this call can be judged."""
+
+
 class ProcessExit(SystemExit):
     """What `os._exit` becomes while code of a subject runs."""
 
@@ -41,11 +50,13 @@ class ProcessExit(SystemExit):
 class subject_code:
     """Run code of a subject defined in `file`; whatever it raises but an interruption comes out as `CouldNotRun`.
 
+    doing: "backward" where it is not the forward.
+
     A class and not a generator: those cannot hand on a StopIteration of the code inside.
     """
 
-    def __init__(self, file: str | Path | None = None):
-        self.file = file
+    def __init__(self, file: str | Path | None = None, doing: str = ""):
+        self.file, self.doing = file, f"in the {doing}: " if doing else ""
 
     def __enter__(self) -> None:
         self.timer = _started(self.file)
@@ -53,8 +64,13 @@ class subject_code:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.timer is not None:
             self.timer.cancel()
+            faulthandler.cancel_dump_traceback_later()
         if isinstance(error, Exception | SystemExit) and not isinstance(error, CouldNotRun):
-            raise CouldNotRun(sentence(error, self.file)) from error
+            lost, said_in_full = any(words in str(error) for words in DEVICE_LOST), self.doing + sentence(error, self.file)
+            if "memory" in said_in_full.lower():
+                # what the kernel's own variables hold would leave none for the report
+                traceback.clear_frames(trace)
+            raise (DeviceLost if lost else CouldNotRun)(said_in_full) from error
 
 
 def sentence(error: BaseException, file: str | Path | None = None) -> str:
@@ -91,7 +107,7 @@ def own_line(error: BaseException, file: str | Path | None = None) -> str:
     places = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         places.append((error.filename, error.lineno or 0))
-    return _shown(places, file)
+    return shown_line(places, file)
 
 
 def last_line(error: BaseException) -> str:
@@ -106,12 +122,13 @@ def running_line(thread: int, file: str | Path | None = None) -> str:
     while frame is not None:
         places.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
-    return _shown(places[::-1], file)
+    return shown_line(places[::-1], file)
 
 
-def _shown(places: list[tuple[str, int]], file: str | Path | None) -> str:
+def shown_line(places: list[tuple[str, int]], file: str | Path | None) -> str:
+    """The innermost of these (file, line) places, outermost first, that lies in `file`, else in a file of the user's."""
     inside = [place for place in places if file is not None and _same_file(place[0], file) and not _inside(place[0], PACKAGE)]
-    chosen = (inside or [place for place in places if _of_the_user(place[0])])[-1:]
+    chosen = (inside or [place for place in places if of_the_user(place[0])])[-1:]
     if not chosen:
         return ""
     path, number = chosen[0]
@@ -132,7 +149,7 @@ def _same_file(one: str, other: str | Path) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 
-def _of_the_user(path: str) -> bool:
+def of_the_user(path: str) -> bool:
     library = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib")), PACKAGE, _torch()
     return not path.startswith("<") and not any(_inside(path, folder) for folder in library if folder is not None)
 
@@ -151,19 +168,23 @@ def _inside(path: str, folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long one call may take, and who is told when it takes longer; that function ends the process."""
+    """How long one call may take, and who is told when it takes longer; that function ends the process.
+
+    last_words: a file for the traceback where even that function is not heard; the process then ends by itself.
+    """
 
     seconds: float
     give_up: Callable[[str], None]
+    last_words: IO[Any] | None = None
 
 
 _patience: list[Patience] = []
 
 
 @contextmanager
-def patience(seconds: float, give_up: Callable[[str], None]) -> Iterator[None]:
+def patience(seconds: float, give_up: Callable[[str], None], last_words: IO[Any] | None = None) -> Iterator[None]:
     """For a command line: every call of a subject may take `seconds`, 0 = for ever, and none may end the process."""
-    _patience.append(Patience(seconds, give_up))
+    _patience.append(Patience(seconds, give_up, last_words))
     try:
         with _no_exit():
             yield
@@ -199,6 +220,8 @@ def _started(file: str | Path | None) -> threading.Timer | None:
         where = f" ({line})" if line else ""
         current.give_up(f"the subject did not return within {current.seconds:g} s, the limit of --timeout{where}")
 
+    if current.last_words is not None:
+        faulthandler.dump_traceback_later(current.seconds + GRACE, exit=True, file=current.last_words)
     timer = threading.Timer(current.seconds, expire)
     timer.daemon = True
     timer.start()
