@@ -26,11 +26,13 @@ class PairConfig:
     forward_keys: int = 128
     rows_groups: int = 2
     rows_keys: int = 64
+    rows_ahead: bool = False
     keys_groups: int = 3
+    keys_rows: int = 128
 
     def slabs(self, sk: int) -> tuple[int, int]:
         """(slabs of keys that dq is made in, tiles of a warpgroup in one): sums of ds have to stay in registers."""
-        most = 3 if self.rows_groups == 2 else 128 // self.rows_keys
+        most = (384 // self.rows_groups) // self.rows_keys
         tiles = -(-sk // (self.rows_groups * self.rows_keys))
         slabs = -(-tiles // most)
         each = -(-tiles // slabs)

@@ -145,7 +145,7 @@ def dq_and_dpair(launch: Launch, rows: Rows, want_dpair: bool) -> dict[str, Tens
                 pitch,
                 walk.units(),
             ]
-            named = {"DPAIR": want_dpair, "FIRST": slab == 0, "LAST": slab == slabs - 1}
+            named = {"AHEAD": walk.config.rows_ahead, "DPAIR": want_dpair, "FIRST": slab == 0, "LAST": slab == slabs - 1}
             constants = {"V": walk.variant(warpgroups, tiles, keys, **named)}
             return {"grid": grid, "args": args, "constants": constants, **options(warpgroups)}
 
@@ -173,8 +173,10 @@ def dk_and_dv(launch: Launch, rows: Rows) -> dict[str, Tensor]:
     def describe() -> dict[str, Any]:
         walk = Walk(launch)
         grid, each, groups = walk.grid(launch.sk)
+        block = walk.config.keys_rows
         args = [
-            *walk.tiles(call.q, rows.do, call.k, call.v),
+            *walk.tiles(call.q, rows.do, rows=block),
+            *walk.tiles(call.k, call.v),
             *vectors(rows),
             bias_of(walk.bias),
             place_of(dk),
@@ -184,7 +186,7 @@ def dk_and_dv(launch: Launch, rows: Rows) -> dict[str, Tensor]:
             walk.units(),
         ]
         warpgroups = walk.config.keys_groups
-        constants = {"V": walk.variant(warpgroups, -(-launch.sq // WM), WM)}
+        constants = {"V": walk.variant(warpgroups, -(-launch.sq // block) * (block // WM), block)}
         return {"grid": grid, "args": args, "constants": constants, **options(warpgroups)}
 
     tensors = (call.q, rows.do, call.k, call.v, rows.lse2, rows.delta, call.pair_bias, dk, dv)

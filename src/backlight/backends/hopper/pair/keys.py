@@ -15,13 +15,12 @@ from backlight.backends.hopper.barriers import (
     PAIR_MEMBER_EMPTY,
     PAIR_ROWS_EMPTY,
 )
-from backlight.backends.hopper.compat import Maybe, arguments, warpgroup_mma_wait
+from backlight.backends.hopper.compat import Maybe, arguments, tma_load, warpgroup_mma_wait
 from backlight.backends.hopper.pair.members import (
     STAGES,
     Members,
     handed,
     keep_bias,
-    load_rows,
     member_of,
     threads_of,
     tile_layout,
@@ -63,6 +62,7 @@ class Results:
 @gluon.jit
 def loader(p, buffers, out):
     THREADS: gl.constexpr = threads_of(p.V.WGS, 1)
+    HALVES: gl.constexpr = p.V.BN // WM
     use = p.first * 0
     for number in range(p.first, p.stop):
         count = number - p.first
@@ -79,11 +79,13 @@ def loader(p, buffers, out):
             if use >= ROW_STAGES:
                 bar_sync(PAIR_ROWS_EMPTY + stage, GROUP_AND_WARP)
             full = buffers.rows_full.index(stage)
-            mbarrier.expect(full, 2 * (p.q_desc.block_type.nbytes + p.lse_desc.block_type.nbytes))
-            load_rows(
-                p, m, i * WM, full, buffers.q.index(stage), buffers.do.index(stage), buffers.lse.index(stage),
-                buffers.delta.index(stage),
-            )  # fmt: skip
+            mbarrier.expect(full, 2 * (p.q_desc.block_type.nbytes + HALVES * p.lse_desc.block_type.nbytes))
+            load_tile(p.q_desc, m.b, m.h, 0, 0, i * p.V.BN, full, buffers.q.index(stage), False)
+            load_tile(p.do_desc, m.b, m.h, 0, 0, i * p.V.BN, full, buffers.do.index(stage), False)
+            for half in gl.static_range(HALVES):
+                at = (m.b * p.heads + m.h) * p.pitch + i * p.V.BN + half * WM
+                tma_load(p.lse_desc, [at], full, buffers.lse.index(stage * HALVES + half))
+                tma_load(p.delta_desc, [at], full, buffers.delta.index(stage * HALVES + half))
             use = use + 1
     # every arrival is met
     count = p.stop - p.first
@@ -97,29 +99,32 @@ def loader(p, buffers, out):
 
 @gluon.jit
 def row_tile(p, buffers, side, use, i, dk, dv):
-    """Rows of tile i of a member: dk and dv grow."""
+    """Rows of tile i of a member, 64 at a time: dk and dv grow."""
+    HALVES: gl.constexpr = p.V.BN // WM
     s_l: gl.constexpr = tile_layout(WM)
     row_l: gl.constexpr = gl.SliceLayout(0, s_l)
     dtype: gl.constexpr = p.q_desc.dtype
     a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
     zero = gl.zeros([WM, WM], gl.float32, s_l)
     stage = use % ROW_STAGES
-    q = buffers.q.index(stage)
-    do = buffers.do.index(stage)
-    bias = buffers.bias.index(i).permute((1, 0)).load(s_l)
     mbarrier.wait(buffers.rows_full.index(stage), use // ROW_STAGES & 1)
-    s_token = warpgroup_mma(buffers.k.index(side), q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    dp_token = warpgroup_mma(buffers.v.index(side), do.permute((1, 0)), zero, use_acc=False, is_async=True)
-    x = widened(bias) * LOG2E - gl.expand_dims(buffers.lse.index(stage).load(row_l), 0)
-    s = warpgroup_mma_wait(1, deps=[s_token])
-    pr = gl.exp2(s * p.units.scale_log2 + x)
-    p16 = gl.convert_layout(pr.to(dtype), a_l, assert_trivial=True)
-    dp = warpgroup_mma_wait(0, deps=[dp_token])
-    dv_token = warpgroup_mma(p16, do, dv, is_async=True)
-    ds = pr * (dp - gl.expand_dims(buffers.delta.index(stage).load(row_l), 0))
-    ds16 = gl.convert_layout(ds.to(dtype), a_l, assert_trivial=True)
-    dk_token = warpgroup_mma(ds16, q, dk, is_async=True)
-    dk, dv = warpgroup_mma_wait(0, deps=[dk_token, dv_token])
+    for half in gl.static_range(HALVES):
+        q = buffers.q.index(stage).slice(half * WM, WM, 0)
+        do = buffers.do.index(stage).slice(half * WM, WM, 0)
+        s_token = warpgroup_mma(buffers.k.index(side), q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp_token = warpgroup_mma(buffers.v.index(side), do.permute((1, 0)), zero, use_acc=False, is_async=True)
+        bias = buffers.bias.index(i * HALVES + half).permute((1, 0)).load(s_l)
+        lse = buffers.lse.index(stage * HALVES + half).load(row_l)
+        x = widened(bias) * LOG2E - gl.expand_dims(lse, 0)
+        s, dk, dv = warpgroup_mma_wait(1, deps=[s_token, dk, dv])
+        pr = gl.exp2(s * p.units.scale_log2 + x)
+        p16 = gl.convert_layout(pr.to(dtype), a_l, assert_trivial=True)
+        dp = warpgroup_mma_wait(0, deps=[dp_token])
+        dv = warpgroup_mma(p16, do, dv, is_async=True)
+        ds = pr * (dp - gl.expand_dims(buffers.delta.index(stage * HALVES + half).load(row_l), 0))
+        ds16 = gl.convert_layout(ds.to(dtype), a_l, assert_trivial=True)
+        dk = warpgroup_mma(ds16, q, dk, is_async=True)
+    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
     bar_arrive(PAIR_ROWS_EMPTY + stage, GROUP_AND_WARP)
     return dk, dv
 
@@ -139,8 +144,11 @@ def consumer(p, buffers, out, W: gl.constexpr):
     """Row tiles W, W + WGS, ... of every member."""
     WGS: gl.constexpr = p.V.WGS
     BD: gl.constexpr = p.V.BD
+    HALVES: gl.constexpr = p.V.BN // WM
     for i in range(W, out.tiles, WGS):
-        keep_bias(p, i * WM, out.j0, buffers.bias.index(i))
+        for half in gl.static_range(HALVES):
+            n = i * HALVES + half
+            keep_bias(p, n * WM, out.j0, buffers.bias.index(n))
     for number in range(p.first, p.stop):
         count = number - p.first
         side = count % STAGES
@@ -187,16 +195,16 @@ def _pair_keys_kernel(
     buffers = Buffers(
         tiles_of(dtype, STAGES, WM, V.BD),
         tiles_of(dtype, STAGES, WM, V.BD),
-        tiles_of(dtype, ROW_STAGES, WM, V.BD),
-        tiles_of(dtype, ROW_STAGES, WM, V.BD),
-        gl.allocate_shared_memory(gl.float32, [ROW_STAGES, WM], lse_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [ROW_STAGES, WM], lse_desc.layout),
+        tiles_of(dtype, ROW_STAGES, V.BN, V.BD),
+        tiles_of(dtype, ROW_STAGES, V.BN, V.BD),
+        gl.allocate_shared_memory(gl.float32, [ROW_STAGES * V.BN // WM, WM], lse_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [ROW_STAGES * V.BN // WM, WM], lse_desc.layout),
         tiles_of(bias.ptr.dtype.element_ty, V.T, WM, WM),
         tiles_of(gl.float32, 2 * (V.WGS - 1), WM, V.BD),
         barriers(STAGES, 1),
         barriers(ROW_STAGES, 1),
     )
-    out = Results(dk, dv, gl.program_id(0) * WM, gl.cdiv(sq, WM))
+    out = Results(dk, dv, gl.program_id(0) * WM, gl.cdiv(sq, V.BN))
     fence_async_shared()
     if V.WGS == 2:
         gl.warp_specialize(

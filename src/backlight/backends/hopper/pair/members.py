@@ -48,7 +48,7 @@ class Units(NamedTuple):
 
 class Variant(NamedTuple):
     """What is compiled in. BD: width of all tiles; WGS: warpgroups that multiply; T: tiles of BN keys or rows that the bias of
-    a CTA has, or a warpgroup (`rows.py`); DPAIR: whether dpair_bias is made; FIRST, LAST: whether this slab of keys begins dq,
+    a CTA has, or a warpgroup (`rows.py`); AHEAD: products of the next tile run under this one; DPAIR: whether dpair_bias is made; FIRST, LAST: whether this slab of keys begins dq,
     and ends it."""
 
     D: int
@@ -59,6 +59,7 @@ class Variant(NamedTuple):
     BN: int
     HAS_LEFT: bool
     HAS_RIGHT: bool
+    AHEAD: bool = False
     DPAIR: bool = False
     FIRST: bool = True
     LAST: bool = True

@@ -109,6 +109,46 @@ def key_tile(p, buffers, stage, lse, delta, dq, total, N: gl.constexpr):
 
 
 @gluon.jit
+def start_scores(p, buffers, stage, lse, N: gl.constexpr):
+    """s of a tile of keys, in flight: it begins with the bias less lse, in units of the product."""
+    BN: gl.constexpr = p.V.BN
+    s_l: gl.constexpr = tile_layout(BN)
+    x = widened(buffers.bias.index(N).load(s_l)) * p.units.bias - gl.expand_dims(lse * p.units.lse, 1)
+    k = tile_of(buffers.k, stage, N, p.V)
+    return warpgroup_mma(buffers.q.index(stage), k.permute((1, 0)), x, use_acc=True, is_async=True)
+
+
+@gluon.jit
+def start_dp(p, buffers, stage, N: gl.constexpr):
+    BN: gl.constexpr = p.V.BN
+    zero = gl.zeros([WM, BN], gl.float32, tile_layout(BN))
+    v = tile_of(buffers.v, stage, N, p.V)
+    return warpgroup_mma(buffers.do.index(stage), v.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def tile_ahead(p, buffers, stage, lse, delta, s, dp, dq, total, N: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr):
+    """A tile of keys whose s and dp are in flight, in this order with dq between them; leaves those of the next tile."""
+    a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=tile_layout(p.V.BD), k_width=2)
+    k = tile_of(buffers.k, stage, N, p.V)
+    s = warpgroup_mma_wait(1 if FIRST else 2, deps=[s])
+    following = s
+    if not LAST:
+        following = start_scores(p, buffers, stage, lse, N + 1)
+    pr = gl.exp2(s * p.units.scale_log2)
+    dp, dq = warpgroup_mma_wait(0 if LAST else 1, deps=[dp, dq])
+    ds = pr * (dp - gl.expand_dims(delta, 1))
+    if p.V.DPAIR:
+        total = added(total, ds)
+    ds16 = gl.convert_layout(ds.to(p.q_desc.dtype), a_l, assert_trivial=True)
+    dq = warpgroup_mma(ds16, k, dq, is_async=True)
+    next_dp = dp
+    if not LAST:
+        next_dp = start_dp(p, buffers, stage, N + 1)
+    return following, next_dp, dq, total
+
+
+@gluon.jit
 def store_dpair(p, out, total, N: gl.constexpr):
     BN: gl.constexpr = p.V.BN
     layout: gl.constexpr = total.type.layout
@@ -154,6 +194,8 @@ def consumer(p, buffers, out, W: gl.constexpr):
     d1 = d0
     d2 = d0
     d3 = d0
+    d4 = d0
+    d5 = d0
     for number in range(p.first, p.stop):
         count = number - p.first
         stage = count % STAGES
@@ -161,13 +203,32 @@ def consumer(p, buffers, out, W: gl.constexpr):
         lse = buffers.lse.index(stage).load(row_l)
         delta = buffers.delta.index(stage).load(row_l)
         dq = gl.zeros([WM, BD], gl.float32, tile_layout(BD))
-        dq, d0 = key_tile(p, buffers, stage, lse, delta, dq, d0, W * T)
-        if T > 1:
-            dq, d1 = key_tile(p, buffers, stage, lse, delta, dq, d1, W * T + 1)
-        if T > 2:
-            dq, d2 = key_tile(p, buffers, stage, lse, delta, dq, d2, W * T + 2)
-        if T > 3:
-            dq, d3 = key_tile(p, buffers, stage, lse, delta, dq, d3, W * T + 3)
+        if p.V.AHEAD:
+            s = start_scores(p, buffers, stage, lse, W * T)
+            dp = start_dp(p, buffers, stage, W * T)
+            s, dp, dq, d0 = tile_ahead(p, buffers, stage, lse, delta, s, dp, dq, d0, W * T, True, T == 1)
+            if T > 1:
+                s, dp, dq, d1 = tile_ahead(p, buffers, stage, lse, delta, s, dp, dq, d1, W * T + 1, False, T == 2)
+            if T > 2:
+                s, dp, dq, d2 = tile_ahead(p, buffers, stage, lse, delta, s, dp, dq, d2, W * T + 2, False, T == 3)
+            if T > 3:
+                s, dp, dq, d3 = tile_ahead(p, buffers, stage, lse, delta, s, dp, dq, d3, W * T + 3, False, T == 4)
+            if T > 4:
+                s, dp, dq, d4 = tile_ahead(p, buffers, stage, lse, delta, s, dp, dq, d4, W * T + 4, False, T == 5)
+            if T > 5:
+                s, dp, dq, d5 = tile_ahead(p, buffers, stage, lse, delta, s, dp, dq, d5, W * T + 5, False, T == 6)
+        else:
+            dq, d0 = key_tile(p, buffers, stage, lse, delta, dq, d0, W * T)
+            if T > 1:
+                dq, d1 = key_tile(p, buffers, stage, lse, delta, dq, d1, W * T + 1)
+            if T > 2:
+                dq, d2 = key_tile(p, buffers, stage, lse, delta, dq, d2, W * T + 2)
+            if T > 3:
+                dq, d3 = key_tile(p, buffers, stage, lse, delta, dq, d3, W * T + 3)
+            if T > 4:
+                dq, d4 = key_tile(p, buffers, stage, lse, delta, dq, d4, W * T + 4)
+            if T > 5:
+                dq, d5 = key_tile(p, buffers, stage, lse, delta, dq, d5, W * T + 5)
         dq = warpgroup_mma_wait(0, deps=[dq])
         bar_arrive(PAIR_MEMBER_EMPTY + stage, threads_of(WGS, 1))
         if W > 0:
@@ -191,6 +252,10 @@ def consumer(p, buffers, out, W: gl.constexpr):
             store_dpair(p, out, d2, W * T + 2)
         if T > 3:
             store_dpair(p, out, d3, W * T + 3)
+        if T > 4:
+            store_dpair(p, out, d4, W * T + 4)
+        if T > 5:
+            store_dpair(p, out, d5, W * T + 5)
 
 
 @gluon.jit(do_not_specialize=["slab", "members", "each", "groups", "bias_heads", "sharing", "own_heads", "heads", "group", "sq", "sk", "left", "right"])
