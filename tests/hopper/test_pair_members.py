@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,41 +14,52 @@ import emulator
 from aot import SHARED_MEMORY, compiled
 from modules import mutant
 
-from backlight.backends.hopper import BACKEND
-from backlight.backends.hopper.backward import host as backward_host
-from backlight.backends.hopper.backward import prepass
-from backlight.backends.hopper.forward import host as forward_host
-from backlight.backends.hopper.pair import config, forward, host, keys, members, rows
-from backlight.backends.hopper.pair.config import PairConfig, groups_of
+from backlight.backends.hopper.pair import host, keys, members, rows
+from backlight.backends.hopper.pair.config import PairConfig, groups_of, takes
+from backlight.backends.tiled import BACKEND as TILED
 from backlight.call import Call
 from backlight.config import override
-from backlight.spec import AttentionSpec
+from backlight.spec import LOG2E, AttentionSpec
 from cases import FP16, Case, Problem, case_id
 from gate import Verdict, judge
 
 SHARED = ("heads", "rows")
-CONFIGS = (PairConfig(), PairConfig(4, 64, 3, 32, 2))
+CONFIGS = (PairConfig(), PairConfig(2, 64, False, 2, 64))
+PITCH = 128
 CASES = (
     Case("shared", b=5, hq=2, hkv=2, sq=100, sk=150, d=32, pair_bias=SHARED, dlse=True),
     Case("two entries,causal", b=6, hq=1, hkv=1, sq=130, sk=130, d=16, dv=32, causal=True, pair_bias=("pairs", *SHARED)),
     Case("heads share,window", b=2, hq=3, hkv=3, sq=70, sk=190, d=24, window=(90, 20), pair_bias=("batch", "rows", "strided")),
-    Case("all share,hidden,gate", b=2, hq=2, hkv=2, sq=90, sk=90, d=32, gate=True, pair_bias=("rows", "hidden")),
+    Case("all share,hidden", b=2, hq=2, hkv=2, sq=90, sk=90, d=32, sink=True, pair_bias=("rows", "hidden")),
     Case("slabs", b=2, hq=1, hkv=1, sq=66, sk=460, d=32, pair_bias=SHARED),
 )
 
 
-def run(problem: Problem, late: bool) -> dict[str, torch.Tensor]:
+def start(kernel: Any, grid: tuple[int, ...], args: list[Any], named: dict[str, Any]) -> None:
+    kernel[grid](*args, **named)
+
+
+def padded_rows(values: torch.Tensor, beyond: float) -> torch.Tensor:
+    batch, heads, sq = values.shape
+    out = torch.full((batch, heads, -(-sq // PITCH) * PITCH), beyond)
+    out[..., :sq] = values
+    return out
+
+
+def judged(problem: Problem, late: bool) -> Verdict:
     call = problem.call
-    needs = frozenset(call.gradients)
-    with emulator.emulated(host, prepass, late=late):
-        y, lse, _ = forward_host.forward(call, False)
-        grads = backward_host.backward(call, y, lse, None, problem.dy, problem.dlse, needs)
-    return {"y": y, "lse": lse, **grads}
-
-
-def judged(case: Case, late: bool) -> Verdict:
-    problem = case.make(FP16)
-    return judge(problem.call, problem.dy, problem.dlse, run(problem, late))
+    y, lse, _ = TILED.forward(call, False)
+    delta = (problem.dy.float() * y.float()).sum(-1)
+    if problem.dlse is not None:
+        delta = delta - torch.where(lse == -torch.inf, 0, problem.dlse.float())
+    minus_lse2 = torch.where(lse == -torch.inf, lse, -lse * LOG2E)
+    state = problem.dy, padded_rows(minus_lse2, -torch.inf), padded_rows(delta, 0.0)
+    with emulator.emulated(host, late=late):
+        walk = host.Walk(start, call, *state)
+        dq, dpair_bias = walk.dq_and_dpair(True)
+        dk, dv = walk.dk_and_dv()
+    result = {"dq": dq, "dk": dk, "dv": dv, "dpair_bias": dpair_bias}
+    return judge(call, problem.dy, problem.dlse, result, names=tuple(result))
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
@@ -57,7 +69,7 @@ def test_tiles(case: Case, forced: PairConfig, late: bool, monkeypatch: pytest.M
     # groups of members, and several members to a group
     monkeypatch.setattr(host, "groups_of", lambda members, tiles, programs: (-(-members // 2), 2 if members > 1 else 1))
     with override("hopper.pair", forced):
-        verdict = judged(case, late)
+        verdict = judged(case.make(FP16), late)
     assert verdict.ok, str(verdict)
 
 
@@ -66,11 +78,11 @@ MUTANTS = {
     "a part of dq left out": (rows, "consumer", "gl.static_range(WGS - 1)", "gl.static_range(WGS - 2)"),
     "sums of the wrong tile": (rows, "consumer", "store_dpair(p, out, d1, W * T + 1)", "store_dpair(p, out, d0, W * T + 1)"),
     "slabs not carried": (rows, "leave_dq", "dq = gl.load(between) + dq", "dq = dq"),
-    "dp in flight": (rows, "key_tile", "dp = warpgroup_mma_wait(0, deps=[dp_token])", "dp = warpgroup_mma_wait(1, deps=[dp_token])"),
-    "rows of another tile": (keys, "row_tile", "buffers.bias.index(i)", "buffers.bias.index(0)"),
+    "s in flight": (rows, "tile_ahead", "1 if FIRST else 2, deps=[s]", "2 if FIRST else 3, deps=[s]"),
+    "dp in flight": (rows, "tile_ahead", "0 if LAST else 1, deps=[dp, dq]", "1 if LAST else 2, deps=[dp, dq]"),
+    "rows of another tile": (keys, "row_tile", "buffers.bias.index(i * HALVES + half)", "buffers.bias.index(half)"),
     "rows kept": (keys, "row_tile", "    bar_arrive(PAIR_ROWS_EMPTY + stage, GROUP_AND_WARP)\n", ""),
     "a part of dv left out": (keys, "consumer", "dv = dv + handed", "dv = dv + 0 * handed"),
-    "rows of another member": (forward, "consumer", "buffers.q.index(W * STAGES + round % STAGES)", "buffers.q.index(W * STAGES)"),
     "keys beyond the end": (members, "keep_bias", "    seen = key < p.sk\n", "    seen = key < p.sk + 64\n"),
     "wrong entry": (members, "member_of", "p.entry_b * p.sharing", "p.entry_b"),
 }  # fmt: skip
@@ -81,14 +93,14 @@ def test_a_mutant_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, na
     monkeypatch.setattr(emulator, "PATIENCE", 0.5)
     module, part, old, new = MUTANTS[name]
     broken = mutant(tmp_path, module, old, new)
-    for user in (rows, keys, forward, members):
+    for user in (rows, keys, members):
         if hasattr(user, part) and (user is module or module is members):
             monkeypatch.setattr(user, part, getattr(broken, part))
     shape = {"sq": 140, "sk": 460} if "slabs" in name else {"sq": 300, "sk": 150}
     entries = ("pairs",) if "entry" in name else ()
     case = Case("broken", b=8, hq=1, hkv=1, **shape, d=16, pair_bias=(*entries, *SHARED), logit_shift=-120.0)
     try:
-        verdict = judged(case, late=True)
+        verdict = judged(case.make(FP16), late=True)
     except (RuntimeError, AssertionError):
         return
     assert not verdict.ok
@@ -100,18 +112,13 @@ def call_of(batch: int, s: int, d: int = 32, entries: int = 1, dtype: torch.dtyp
 
 
 def test_what_it_takes() -> None:
-    elsewhere = "tensors are on cpu, not on a GPU"
-
-    def reasons(call: Call) -> list[str]:
-        return [reason for reason in BACKEND.why_not(call) if reason != elsewhere]
-
-    assert not reasons(call_of(16, 384))
-    assert not reasons(call_of(16, 1024, causal=True))
-    assert not reasons(call_of(16, 512, dtype=torch.float32))
-    assert reasons(call_of(16, 1024, dtype=torch.float32)) == ["a pair bias with 1024 rows or keys, not 65 to 512"]
-    assert reasons(call_of(16, 64)) == ["a pair bias with 64 rows or keys, not 65 to 1024"]
-    assert reasons(call_of(16, 384, d=64)) == ["a pair bias with heads wider than 32"]
-    assert reasons(call_of(16, 384, entries=4)) == ["a pair bias that fewer than 16 heads share"]
+    assert takes(call_of(16, 384))
+    assert takes(call_of(16, 1024, causal=True))
+    assert takes(call_of(16, 512, dtype=torch.float32))
+    assert not takes(call_of(16, 1024, dtype=torch.float32))
+    assert not takes(call_of(16, 64))
+    assert not takes(call_of(16, 384, d=64))
+    assert not takes(call_of(16, 384, entries=4))
 
 
 def test_groups_fill_whole_rounds_of_a_card() -> None:
@@ -123,26 +130,17 @@ def test_groups_fill_whole_rounds_of_a_card() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_compiled(dtype: torch.dtype) -> None:
-    call = call_of(64, 384 if dtype == torch.bfloat16 else 512, dtype=dtype)
-    with compiled(host) as reports, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "prepass", prepared)
-        y, lse, _ = forward_host.forward(call, False)
-        backward_host.backward(call, y, lse, None, y, None, frozenset(call.gradients))
-    assert {report.kernel for report in reports} >= {"_pair_forward_kernel", "_pair_rows_kernel", "_pair_keys_kernel"}
+@pytest.mark.parametrize(("length", "dtype"), [(384, torch.bfloat16), (1024, torch.bfloat16), (512, torch.float32)], ids=str)
+def test_compiled(length: int, dtype: torch.dtype) -> None:
+    call = call_of(64, length, dtype=dtype)
+    vector = torch.zeros(64, 2, length)
+    with compiled(host) as reports:
+        walk = host.Walk(start, call, call.q, vector, vector)
+        walk.dq_and_dpair(True)
+        walk.dk_and_dv()
+    assert {report.kernel for report in reports} == {"_pair_rows_kernel", "_pair_keys_kernel", "_pair_parts_kernel"}
     for report in reports:
         assert not report.warnings, str(report)
         assert report.shared <= SHARED_MEMORY, str(report)
+        # of the warpgroup that adds up, outside of its tiles
         assert report.spills <= 260, str(report)
-
-
-def prepared(launch: object, *args: object) -> prepass.Rows:
-    vector = torch.zeros(64 * 2 * 512 + 64)
-    q = launch.call.q  # type: ignore[attr-defined]
-    return prepass.Rows(args[0], q, vector, vector, None, None, -(-q.shape[2] // 128), q, q, q, 0)  # type: ignore[arg-type]
-
-
-def test_config_is_named() -> None:
-    call = call_of(16, 384)
-    assert BACKEND.config(call) == {"pair": config.pair_config(call)}

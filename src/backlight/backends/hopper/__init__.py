@@ -73,7 +73,7 @@ def _reasons_of_mask(call: Call) -> list[str]:
 class HopperBackend:
     name = "hopper"
     summary = "Hopper GPUs (sm_90), fp16 bf16: TMA and wgmma, FlashAttention-3's structure"
-    takes = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "packed"})
+    takes = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "rows", "packed"})
 
     def available(self) -> tuple[str, ...]:
         return missing()
@@ -99,10 +99,6 @@ class HopperBackend:
             if width % 8 or width == 0:
                 reasons.append(f"head dimension {width} of {name} is not a multiple of 8")
         reasons += _reasons_of_mask(call)
-        if spec.pair_bias:
-            from backlight.backends.hopper.pair.config import reasons_of_pair
-
-            reasons += reasons_of_pair(call)
         if spec.tau and call.v.shape[-1] > MAX_TAU_DIM:
             reasons.append(f"tau with head dimension {call.v.shape[-1]} of v above {MAX_TAU_DIM}")
         if call.q.shape[0] * call.q.shape[1] * (call.q.shape[2] + ROW_BLOCK) >= MAX_ROWS:
@@ -125,10 +121,6 @@ class HopperBackend:
     def config(self, call: Call) -> dict[str, object]:
         from backlight.backends.hopper.config import backward_config, dq_config, elastic_config, forward_config
 
-        if call.spec.pair_bias:
-            from backlight.backends.hopper.pair.config import pair_config
-
-            return {"pair": pair_config(call)}
         config = {"forward": elastic_config(call) if call.spec.tau else forward_config(call), "backward": backward_config(call)}
         return config | {"dq": dq_config(call)} if call.deterministic else config
 

@@ -70,5 +70,3 @@ PAIR_DQ_EMPTY = gl.constexpr(12)  # + stage: the first one arrives, the others w
 PAIR_ROWS_EMPTY = gl.constexpr(10)  # + stage of a ring of four: the warpgroup of the row tile arrives, `loader` waits
 PAIR_DK_FULL = gl.constexpr(14)  # the other warpgroups arrive with their dk and dv, the first one waits
 PAIR_DK_EMPTY = gl.constexpr(15)  # the first one arrives, the others wait
-PAIR_KEYS_EMPTY = gl.constexpr(8)  # + 2 * warpgroup + stage: that warpgroup arrives, `loader` waits
-PAIR_BIAS_FULL = gl.constexpr(7)  # all warpgroups have stored their part of the bias

@@ -13,7 +13,6 @@ from backlight.backends.hopper.backward.launch import main_dk_dv, narrow_dk_dv
 from backlight.backends.hopper.backward.prepass import prepass
 from backlight.backends.hopper.config import backward_config
 from backlight.backends.hopper.launch import Launch
-from backlight.backends.hopper.pair.host import backward as pair_backward
 from backlight.call import Call
 
 
@@ -22,12 +21,10 @@ def backward(
 ) -> dict[str, Tensor]:
     """The gradients of a call that `why_not` accepts."""
     launch = Launch(call, y, lse, u, dy, dlse, choices=needs)
-    if launch.sq == 0 or launch.sk == 0 or launch.batch == 0:
-        return {name: _without_pairs(call, name, lse, dlse) for name in needs}
-    if call.pair_bias is not None:
-        return pair_backward(launch, y, lse, dy, dlse, needs)
     dq, dk, dv = torch.empty_like(call.q), torch.empty_like(call.k), torch.empty_like(call.v)
     out = {"dq": dq, "dk": dk, "dv": dv}
+    if launch.sq == 0 or launch.sk == 0 or launch.batch == 0:
+        return {name: _without_pairs(call, name, lse, dlse) for name in needs}
     config = launch.once("backward", lambda: backward_config(call))
     split = config.split or call.deterministic or "dq" not in needs
     rows = prepass(launch, config, y, lse, u, dy, dlse, not split, out, needs)

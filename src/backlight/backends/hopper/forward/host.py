@@ -21,7 +21,6 @@ from backlight.backends.hopper.config import (
 from backlight.backends.hopper.forward.arguments import Mask, Scale, Terms, Variant
 from backlight.backends.hopper.forward.kernel import _fwd_kernel
 from backlight.backends.hopper.launch import Launch, descriptor, multiprocessors, readable, vector_fields
-from backlight.backends.hopper.pair.host import forward as pair_forward
 from backlight.backends.hopper.primitives import LN2
 from backlight.backends.hopper.terms import cap_factor, single
 from backlight.backends.intervals.tiles import LiveTiles, Tiling, live_tiles
@@ -109,8 +108,6 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
     if y.numel() == 0 or launch.sk == 0:
         empty = -torch.inf if call.sink is None else call.sink.float()[None, :, None].expand_as(lse)
         return y.zero_(), lse.copy_(torch.as_tensor(empty)), None if u is None else u.zero_()
-    if call.pair_bias is not None:
-        return *pair_forward(launch, y, lse), None
     schedule = launch.once("forward", lambda: Schedule.of(launch))
     cu_q, cu_k, first_tiles, n_segments = launch.packing(call.cu_seqlens_q, schedule.config.block_m)
     tiles = visited_tiles(launch, schedule, cu_q, cu_k, first_tiles)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from backlight.call import Call
 from backlight.config import resolve
 
@@ -20,31 +18,31 @@ SMALLEST_SCALE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class PairConfig:
-    """Warpgroups that multiply, and columns of their tiles, in each of the three kernels."""
+    """Warpgroups that multiply, and columns of their tiles, in the kernel that owns rows and in the one that owns keys; ahead:
+    products of the next tile run under this one."""
 
-    forward_groups: int = 3
-    forward_keys: int = 128
-    rows_groups: int = 2
-    rows_keys: int = 64
-    rows_ahead: bool = False
+    rows_groups: int = 3
+    rows_keys: int = 32
+    rows_ahead: bool = True
     keys_groups: int = 3
     keys_rows: int = 128
 
-    def slabs(self, sk: int) -> tuple[int, int]:
-        """(slabs of keys that dq is made in, tiles of a warpgroup in one): sums of ds have to stay in registers."""
-        most = (384 // self.rows_groups) // self.rows_keys
+    def slabs(self, sk: int, element_size: int) -> tuple[int, int]:
+        """(slabs of keys that dq is made in, tiles of a warpgroup in one): sums of ds have to stay in registers, the bias in
+        shared memory."""
+        most = (384 if element_size == 2 else 192) // self.rows_groups // self.rows_keys
         tiles = -(-sk // (self.rows_groups * self.rows_keys))
         slabs = -(-tiles // most)
         each = -(-tiles // slabs)
         # K and V come in tiles of 64
         return slabs, each if self.rows_keys == WM else each + each % 2
 
-    def forward_tile(self, sk: int, element_size: int) -> int:
-        """Keys of a tile of the forward: fewer where the bias leaves no room, or the last tile would be half empty."""
-        return WM if sk * element_size > 1536 or 0 < sk % 128 <= 64 else self.forward_keys
+    def row_tile(self, sq: int, element_size: int) -> int:
+        """Rows of a tile in the kernel that owns keys: a long bias leaves no room for many."""
+        return self.keys_rows if sq * element_size <= 1536 else WM
 
 
-def pair_config(call: Call) -> PairConfig:
+def pair_config() -> PairConfig:
     return resolve("hopper.pair", PairConfig)
 
 
@@ -54,34 +52,16 @@ def members_of(call: Call) -> int:
     return call.sharing * (call.q.shape[1] // call.pair_bias.shape[1])
 
 
-def reasons_of_pair(call: Call) -> list[str]:
-    """What of a pair bias these kernels do not take."""
+def takes(call: Call) -> bool:
+    """Whether the kernels can make dq, dk, dv and dpair_bias of a call with 16 bits on a Hopper GPU."""
     b, spec = call.pair_bias, call.spec
-    if b is None:
-        return []
-    beside = {
-        "a soft cap": spec.softcap is not None,
-        "a bias by distance": spec.bias,
-        "a sink": spec.sink,
-        "a mask by row intervals": spec.rows,
-        "packed sequences": call.varlen,
-        "grouped heads": call.group > 1,
-    }
-    reasons = [f"a pair bias together with {name}" for name, is_there in beside.items() if is_there]
-    if b.shape[2] == 1:
-        reasons.append("a pair bias by key")
-    elif members_of(call) < FEWEST_MEMBERS:
-        reasons.append(f"a pair bias that fewer than {FEWEST_MEMBERS} heads share")
-    if max(call.q.shape[-1], call.v.shape[-1]) > WIDEST:
-        reasons.append(f"a pair bias with heads wider than {WIDEST}")
-    longest = max(call.q.shape[2], call.k.shape[2])
-    if not SHORTEST < longest or longest * b.element_size() > LONGEST:
-        reasons.append(f"a pair bias with {longest} rows or keys, not {SHORTEST + 1} to {LONGEST // b.element_size()}")
-    if call.scale < SMALLEST_SCALE:
-        reasons.append(f"a pair bias with scale {call.scale:g} below {SMALLEST_SCALE:g}")
-    if b.dtype not in (torch.float32, call.q.dtype):
-        reasons.append(f"a pair bias of {b.dtype}")
-    return reasons
+    if b is None or b.shape[2] == 1 or call.varlen or call.part is not None or call.group > 1:
+        return False
+    if spec.softcap is not None or spec.bias or spec.rows or call.scale < SMALLEST_SCALE:
+        return False
+    length, width = max(call.q.shape[2], call.k.shape[2]), max(call.q.shape[-1], call.v.shape[-1])
+    fits = width <= WIDEST and length * b.element_size() <= LONGEST
+    return fits and min(call.q.shape[2], call.k.shape[2]) > SHORTEST and members_of(call) >= FEWEST_MEMBERS
 
 
 def groups_of(members: int, tiles: int, programs: int) -> tuple[int, int]:

@@ -1,27 +1,26 @@
-"""Launches of the kernels of shared pair biases."""
+"""Launches of the kernels that walk over the members of a pair bias."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from backlight.backends.hopper.backward.prepass import Rows, prepass
-from backlight.backends.hopper.config import BackwardConfig
-from backlight.backends.hopper.launch import Launch, descriptor, multiprocessors, readable, tile_descriptor, vector_fields
+from backlight.backends.hopper.compat import COMPILER
+from backlight.backends.hopper.config import padded
+from backlight.backends.hopper.launch import descriptor, multiprocessors, tile_descriptor, vector_fields
 from backlight.backends.hopper.pair.config import WM, groups_of, members_of, pair_config
-from backlight.backends.hopper.pair.forward import _pair_forward_kernel
 from backlight.backends.hopper.pair.keys import _pair_keys_kernel
 from backlight.backends.hopper.pair.members import Bias, Place, Units, Variant
 from backlight.backends.hopper.pair.rows import _pair_rows_kernel
 from backlight.backends.hopper.pair.sums import BLOCK, _pair_parts_kernel
+from backlight.call import Call
 from backlight.spec import LOG2E
 
-# rows of a block of the pre-pass
-ROWS = 128
 # registers of a thread before the partitions share them out
-REGISTERS = {2: 168, 3: 128, 4: 96}
+REGISTERS = {2: 168, 3: 128}
 
 
 def bias_of(tensor: Tensor) -> Bias:
@@ -34,161 +33,84 @@ def place_of(tensor: Tensor) -> Place:
 
 
 class Walk:
-    """What the three launches of a call have in common: tiles of the bias, groups of its members."""
+    """Kernels of a call whose rows are known: do, and by rows padded to `pitch` -lse in base 2 and delta.
 
-    def __init__(self, launch: Launch):
-        self.launch, self.call = launch, launch.call
-        assert self.call.pair_bias is not None
-        self.bias = self.call.pair_bias
-        self.config = pair_config(self.call)
-        self.width = max(launch.bd, launch.bdv)
-        self.members = members_of(self.call)
+    start(kernel, grid, args, named) launches.
+    """
 
-    def tiles(self, *tensors: Tensor, rows: int = WM) -> list[Any]:
-        return [tile_descriptor(x, rows, self.width, False) for x in tensors]
+    def __init__(self, start: Callable[..., None], call: Call, do: Tensor, minus_lse2: Tensor, delta: Tensor):
+        assert call.pair_bias is not None
+        self.start, self.call, self.do, self.minus_lse2, self.delta = start, call, do, minus_lse2, delta
+        self.bias, self.config, self.members = call.pair_bias, pair_config(), members_of(call)
+        self.pitch = minus_lse2.shape[-1]
+        self.width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
+        self.entries, self.bias_heads, self.sq, self.sk = self.bias.shape
 
     def grid(self, length: int) -> tuple[tuple[int, int], int, int]:
         """(grid of programs that own 64 rows or keys, members to a group, groups)."""
-        tiles, entries = -(-length // WM), self.bias.shape[0] * self.bias.shape[1]
-        each, groups = groups_of(self.members, tiles * entries, multiprocessors(self.call.q.device))
+        tiles, entries = -(-length // WM), self.entries * self.bias_heads
+        each, groups = groups_of(self.members, tiles * entries, multiprocessors(self.bias.device))
         return (tiles, entries * groups), each, groups
 
-    def numbers(self, each: int, groups: int) -> tuple[int, ...]:
-        call, heads = self.call, self.call.q.shape[1]
-        bias_heads = self.bias.shape[1]
-        own = (self.members, each, groups, bias_heads, call.sharing, heads // bias_heads)
-        return *own, heads, call.group, call.q.shape[2], call.k.shape[2], call.spec.left or 0, call.spec.right or 0
+    def tiles(self, rows: int) -> list[Any]:
+        """q and do in tiles of `rows` rows, k and v in tiles of 64 keys, vectors of 64 rows; the bias."""
+        call = self.call
+        tensors = ((call.q, rows), (self.do, rows), (call.k, WM), (call.v, WM))
+        vectors = (descriptor(x, vector_fields(x.numel(), WM)) for x in (self.minus_lse2, self.delta))
+        return [*(tile_descriptor(x, n, self.width, False) for x, n in tensors), *vectors, bias_of(self.bias)]
 
-    def units(self) -> Units:
-        scale = float(self.call.scale)
-        return Units(scale, scale * LOG2E, 1 / scale, 1 / (scale * LOG2E))
+    def numbers(self, each: int, groups: int) -> list[Any]:
+        call, heads, scale = self.call, self.call.q.shape[1], float(self.call.scale)
+        own = (self.members, each, groups, self.bias_heads, call.sharing, heads // self.bias_heads)
+        sizes = (heads, call.group, self.sq, self.sk, call.spec.left or 0, call.spec.right or 0, self.pitch)
+        return [*own, *sizes, Units(scale, scale * LOG2E, 1 / scale, 1 / (scale * LOG2E))]
 
-    def variant(self, groups: int, tiles: int, keys: int, **named: bool) -> Variant:
-        spec = self.call.spec
-        sizes = (self.launch.d, self.launch.dv, self.width, groups, tiles, keys)
-        return Variant(*sizes, spec.left is not None, spec.right is not None, **named)
+    def named(self, warpgroups: int, tiles: int, block: int, **flags: bool) -> dict[str, Any]:
+        call = self.call
+        sizes = (call.q.shape[-1], call.v.shape[-1], self.width, warpgroups, tiles, block)
+        variant = Variant(*sizes, call.spec.left is not None, call.spec.right is not None, **flags)
+        return {"V": variant, "num_warps": 4, "maxnreg": REGISTERS[warpgroups], **COMPILER}
 
-
-def options(groups: int) -> dict[str, int]:
-    return {"num_warps": 4, "maxnreg": REGISTERS[groups]}
-
-
-def forward(launch: Launch, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Fills y and lse."""
-    call = launch.call
-    gate = None if call.gate is None else readable(call.gate)
-
-    def describe() -> dict[str, Any]:
-        walk = Walk(launch)
-        grid, each, groups = walk.grid(launch.sq)
-        keys = walk.config.forward_tile(launch.sk, walk.bias.element_size())
-        args = [
-            *walk.tiles(call.q),
-            *walk.tiles(call.k, call.v, rows=keys),
-            bias_of(walk.bias),
-            None if gate is None else place_of(gate),
-            place_of(y),
-            lse,
-            *walk.numbers(each, groups),
-            walk.units(),
-        ]
-        warpgroups = walk.config.forward_groups
-        constants = {"V": walk.variant(warpgroups, -(-launch.sk // keys), keys)}
-        return {"grid": grid, "args": args, "constants": constants, **options(warpgroups)}
-
-    launch.start(_pair_forward_kernel, (call.q, call.k, call.v, call.pair_bias, gate, y, lse), describe)
-    return y, lse
-
-
-def backward(
-    launch: Launch, y: Tensor, lse: Tensor, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]
-) -> dict[str, Tensor]:
-    out: dict[str, Tensor] = {}
-    rows = prepass(launch, BackwardConfig(ROWS, WM), y, lse, None, dy, dlse, False, out, needs)
-    if needs & {"dq", "dpair_bias"}:
-        out |= dq_and_dpair(launch, rows, "dpair_bias" in needs)
-    if needs & {"dk", "dv"}:
-        out |= dk_and_dv(launch, rows)
-    return {name: out[name] for name in needs}
-
-
-def vectors(rows: Rows) -> tuple[Any, Any]:
-    """lse and delta by 64 rows."""
-    return tuple(descriptor(x, vector_fields(x.numel(), WM)) for x in (rows.lse2, rows.delta))  # type: ignore[return-value]
-
-
-def dq_and_dpair(launch: Launch, rows: Rows, want_dpair: bool) -> dict[str, Tensor]:
-    call, walk = launch.call, Walk(launch)
-    dq = torch.empty_like(call.q)
-    grid, each, groups = launch.once("rows", lambda: walk.grid(launch.sq))
-    slabs, tiles = walk.config.slabs(launch.sk)
-    entries, bias_heads = walk.bias.shape[:2]
-    pairs, pitch = launch.sq * launch.sk, rows.tiles * ROWS
-    parts = between = rows.delta
-    if want_dpair:
-        parts = torch.empty(groups, entries, bias_heads, pairs, dtype=torch.float32, device=dq.device)
-    if slabs > 1:
-        between = torch.empty(*call.q.shape[:2], pitch, walk.width, dtype=torch.float32, device=dq.device)
-    for slab in range(slabs):
-
-        def describe(slab: int = slab) -> dict[str, Any]:
-            warpgroups, keys = walk.config.rows_groups, walk.config.rows_keys
+    def dq_and_dpair(self, want_dpair: bool) -> tuple[Tensor, Tensor | None]:
+        """dq, and dpair_bias where it is wanted."""
+        call, config = self.call, self.config
+        dq = torch.empty_like(call.q)
+        grid, each, groups = self.grid(self.sq)
+        slabs, tiles = config.slabs(self.sk, self.bias.element_size())
+        pairs, between, parts = self.sq * self.sk, self.delta, self.delta
+        if want_dpair:
+            parts = torch.empty(groups, self.entries, self.bias_heads, pairs, dtype=torch.float32, device=dq.device)
+        if slabs > 1:
+            between = torch.empty(*dq.shape[:2], self.pitch, self.width, dtype=torch.float32, device=dq.device)
+        width = tiles * config.rows_groups * config.rows_keys
+        for slab in range(slabs):
             args = [
-                *walk.tiles(call.q, rows.do, call.k, call.v),
-                *vectors(rows),
-                bias_of(walk.bias),
+                *self.tiles(WM),
                 place_of(dq),
-                Bias(parts, bias_heads * pairs, pairs, launch.sk, 1),
+                Bias(parts, self.bias_heads * pairs, pairs, self.sk, 1),
                 between,
-                slab * tiles * warpgroups * keys,
-                *walk.numbers(each, groups),
-                pitch,
-                walk.units(),
+                slab * width,
+                *self.numbers(each, groups),
             ]
-            named = {"AHEAD": walk.config.rows_ahead, "DPAIR": want_dpair, "FIRST": slab == 0, "LAST": slab == slabs - 1}
-            constants = {"V": walk.variant(warpgroups, tiles, keys, **named)}
-            return {"grid": grid, "args": args, "constants": constants, **options(warpgroups)}
+            flags = {"AHEAD": config.rows_ahead, "DPAIR": want_dpair, "FIRST": slab == 0, "LAST": slab == slabs - 1}
+            self.start(_pair_rows_kernel, grid, args, self.named(config.rows_groups, tiles, config.rows_keys, **flags))
+        return dq, self.summed(parts) if want_dpair else None
 
-        tensors = (call.q, rows.do, call.k, call.v, rows.lse2, rows.delta, walk.bias, dq, parts, between)
-        launch.start(_pair_rows_kernel, tensors, describe, f"slab {slab}")
-    out = {"dq": dq}
-    if want_dpair:
-        out["dpair_bias"] = summed(launch, walk, parts)
-    return out
+    def summed(self, parts: Tensor) -> Tensor:
+        """dpair_bias in the dtype of the bias, of parts [groups,Bb,Hb,pairs]."""
+        dpair = torch.empty_like(self.bias)
+        groups, pairs = parts.shape[0], parts.shape[3]
+        args = [parts, bias_of(dpair), groups, pairs, self.sk, self.bias_heads]
+        grid = (-(-pairs // BLOCK), self.entries * self.bias_heads)
+        self.start(_pair_parts_kernel, grid, args, {"BLOCK": BLOCK, "num_warps": 4, **COMPILER})
+        return dpair
 
-
-def summed(launch: Launch, walk: Walk, parts: Tensor) -> Tensor:
-    """dpair_bias [Bb,Hb,Sq,Sk] in the dtype of the bias, of parts [groups,Bb,Hb,pairs]."""
-    dpair = torch.empty_like(walk.bias)
-    groups, entries, bias_heads, pairs = parts.shape
-    args = (parts, bias_of(dpair), groups, pairs, launch.sk, bias_heads)
-    launch.start_beside(_pair_parts_kernel, (-(-pairs // BLOCK), entries * bias_heads), args, {"BLOCK": BLOCK}, "dpair")
-    return dpair
-
-
-def dk_and_dv(launch: Launch, rows: Rows) -> dict[str, Tensor]:
-    call = launch.call
-    dk, dv = torch.empty_like(call.k), torch.empty_like(call.v)
-
-    def describe() -> dict[str, Any]:
-        walk = Walk(launch)
-        grid, each, groups = walk.grid(launch.sk)
-        block = walk.config.keys_rows
-        args = [
-            *walk.tiles(call.q, rows.do, rows=block),
-            *walk.tiles(call.k, call.v),
-            *vectors(rows),
-            bias_of(walk.bias),
-            place_of(dk),
-            place_of(dv),
-            *walk.numbers(each, groups),
-            rows.tiles * ROWS,
-            walk.units(),
-        ]
-        warpgroups = walk.config.keys_groups
-        constants = {"V": walk.variant(warpgroups, -(-launch.sq // block) * (block // WM), block)}
-        return {"grid": grid, "args": args, "constants": constants, **options(warpgroups)}
-
-    tensors = (call.q, rows.do, call.k, call.v, rows.lse2, rows.delta, call.pair_bias, dk, dv)
-    launch.start(_pair_keys_kernel, tensors, describe)
-    return {"dk": dk, "dv": dv}
+    def dk_and_dv(self) -> tuple[Tensor, Tensor]:
+        call, warpgroups = self.call, self.config.keys_groups
+        block = self.config.row_tile(self.sq, self.bias.element_size())
+        dk, dv = torch.empty_like(call.k), torch.empty_like(call.v)
+        grid, each, groups = self.grid(self.sk)
+        args = [*self.tiles(block), place_of(dk), place_of(dv), *self.numbers(each, groups)]
+        tiles = -(-self.sq // block) * (block // WM)
+        self.start(_pair_keys_kernel, grid, args, self.named(warpgroups, tiles, block))
+        return dk, dv

@@ -114,8 +114,8 @@ def row_tile(p, buffers, side, use, i, dk, dv):
         s_token = warpgroup_mma(buffers.k.index(side), q.permute((1, 0)), zero, use_acc=False, is_async=True)
         dp_token = warpgroup_mma(buffers.v.index(side), do.permute((1, 0)), zero, use_acc=False, is_async=True)
         bias = buffers.bias.index(i * HALVES + half).permute((1, 0)).load(s_l)
-        lse = buffers.lse.index(stage * HALVES + half).load(row_l)
-        x = widened(bias) * LOG2E - gl.expand_dims(lse, 0)
+        minus_lse2 = buffers.lse.index(stage * HALVES + half).load(row_l)
+        x = widened(bias) * LOG2E + gl.expand_dims(minus_lse2, 0)
         s, dk, dv = warpgroup_mma_wait(1, deps=[s_token, dk, dv])
         pr = gl.exp2(s * p.units.scale_log2 + x)
         p16 = gl.convert_layout(pr.to(dtype), a_l, assert_trivial=True)
@@ -177,7 +177,22 @@ def consumer(p, buffers, out, W: gl.constexpr):
             leave(p, out, out.dv, m, dv, p.V.DV)
 
 
-@gluon.jit(do_not_specialize=["members", "each", "groups", "bias_heads", "sharing", "own_heads", "heads", "group", "sq", "sk", "left", "right"])
+@gluon.jit(
+    do_not_specialize=[
+        "members",
+        "each",
+        "groups",
+        "bias_heads",
+        "sharing",
+        "own_heads",
+        "heads",
+        "group",
+        "sq",
+        "sk",
+        "left",
+        "right",
+    ]
+)
 def _pair_keys_kernel(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, bias, dk, dv, members, each, groups,
     bias_heads, sharing, own_heads, heads, group, sq, sk, left, right, pitch, units,

@@ -47,9 +47,9 @@ class Units(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What is compiled in. BD: width of all tiles; WGS: warpgroups that multiply; T: tiles of BN keys or rows that the bias of
-    a CTA has, or a warpgroup (`rows.py`); AHEAD: products of the next tile run under this one; DPAIR: whether dpair_bias is made; FIRST, LAST: whether this slab of keys begins dq,
-    and ends it."""
+    """What is compiled in. BD: width of all tiles; WGS: warpgroups that multiply; T: tiles that the bias of a CTA has, or
+    (`rows.py`) that of a warpgroup; BN: keys of a tile, or (`keys.py`) rows; AHEAD: products of the next tile run under this
+    one; DPAIR: whether dpair_bias is made; FIRST, LAST: whether this slab of keys begins dq, and ends it."""
 
     D: int
     DV: int
@@ -163,7 +163,7 @@ def widened(x):
 
 @gluon.jit
 def added(total, x):
-    """total + x, with a rounding of its own: fused with the product that makes x, both factors would have to stay in registers."""
+    """total + x. Fused with the product that makes x, the sum would keep both factors in registers."""
     return gl.inline_asm_elementwise("add.rn.f32 $0, $1, $2;", "=f,f,f", [total, x], dtype=gl.float32, is_pure=True, pack=1)
 
 

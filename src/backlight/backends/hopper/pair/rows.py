@@ -63,9 +63,18 @@ def loader(p, buffers, out):
             bar_sync(PAIR_MEMBER_EMPTY + stage, THREADS)
         m = member_of(p, number)
         full = buffers.full.index(stage)
-        mbarrier.expect(full, 2 * (p.q_desc.block_type.nbytes + p.lse_desc.block_type.nbytes + TILES * p.k_desc.block_type.nbytes))
+        mbarrier.expect(
+            full, 2 * (p.q_desc.block_type.nbytes + p.lse_desc.block_type.nbytes + TILES * p.k_desc.block_type.nbytes)
+        )
         load_rows(
-            p, m, out.i0, full, buffers.q.index(stage), buffers.do.index(stage), buffers.lse.index(stage), buffers.delta.index(stage)
+            p,
+            m,
+            out.i0,
+            full,
+            buffers.q.index(stage),
+            buffers.do.index(stage),
+            buffers.lse.index(stage),
+            buffers.delta.index(stage),
         )
         for n in gl.static_range(TILES):
             load_tile(p.k_desc, m.b, m.g, 0, 0, out.slab + n * WM, full, buffers.k.index(stage * TILES + n), False)
@@ -86,7 +95,7 @@ def tile_of(buffer, stage, n, V: gl.constexpr):
 
 
 @gluon.jit
-def key_tile(p, buffers, stage, lse, delta, dq, total, N: gl.constexpr):
+def key_tile(p, buffers, stage, minus_lse2, delta, dq, total, N: gl.constexpr):
     """One tile of keys of a member; dq in flight, before and after."""
     BN: gl.constexpr = p.V.BN
     s_l: gl.constexpr = tile_layout(BN)
@@ -95,7 +104,7 @@ def key_tile(p, buffers, stage, lse, delta, dq, total, N: gl.constexpr):
     v = tile_of(buffers.v, stage, N, p.V)
     zero = gl.zeros([WM, BN], gl.float32, s_l)
     # in units of the product: s begins with the bias less lse
-    x = widened(buffers.bias.index(N).load(s_l)) * p.units.bias - gl.expand_dims(lse * p.units.lse, 1)
+    x = widened(buffers.bias.index(N).load(s_l)) * p.units.bias + gl.expand_dims(minus_lse2 * p.units.lse, 1)
     s_token = warpgroup_mma(buffers.q.index(stage), k.permute((1, 0)), x, use_acc=True, is_async=True)
     dp_token = warpgroup_mma(buffers.do.index(stage), v.permute((1, 0)), zero, use_acc=False, is_async=True)
     s, dq = warpgroup_mma_wait(1, deps=[s_token, dq])
@@ -109,11 +118,11 @@ def key_tile(p, buffers, stage, lse, delta, dq, total, N: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(p, buffers, stage, lse, N: gl.constexpr):
+def start_scores(p, buffers, stage, minus_lse2, N: gl.constexpr):
     """s of a tile of keys, in flight: it begins with the bias less lse, in units of the product."""
     BN: gl.constexpr = p.V.BN
     s_l: gl.constexpr = tile_layout(BN)
-    x = widened(buffers.bias.index(N).load(s_l)) * p.units.bias - gl.expand_dims(lse * p.units.lse, 1)
+    x = widened(buffers.bias.index(N).load(s_l)) * p.units.bias + gl.expand_dims(minus_lse2 * p.units.lse, 1)
     k = tile_of(buffers.k, stage, N, p.V)
     return warpgroup_mma(buffers.q.index(stage), k.permute((1, 0)), x, use_acc=True, is_async=True)
 
@@ -127,14 +136,16 @@ def start_dp(p, buffers, stage, N: gl.constexpr):
 
 
 @gluon.jit
-def tile_ahead(p, buffers, stage, lse, delta, s, dp, dq, total, N: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr):
+def tile_ahead(
+    p, buffers, stage, minus_lse2, delta, s, dp, dq, total, N: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr
+):
     """A tile of keys whose s and dp are in flight, in this order with dq between them; leaves those of the next tile."""
     a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=tile_layout(p.V.BD), k_width=2)
     k = tile_of(buffers.k, stage, N, p.V)
     s = warpgroup_mma_wait(1 if FIRST else 2, deps=[s])
     following = s
     if not LAST:
-        following = start_scores(p, buffers, stage, lse, N + 1)
+        following = start_scores(p, buffers, stage, minus_lse2, N + 1)
     pr = gl.exp2(s * p.units.scale_log2)
     dp, dq = warpgroup_mma_wait(0 if LAST else 1, deps=[dp, dq])
     ds = pr * (dp - gl.expand_dims(delta, 1))
@@ -200,35 +211,35 @@ def consumer(p, buffers, out, W: gl.constexpr):
         count = number - p.first
         stage = count % STAGES
         mbarrier.wait(buffers.full.index(stage), count // STAGES & 1)
-        lse = buffers.lse.index(stage).load(row_l)
+        minus_lse2 = buffers.lse.index(stage).load(row_l)
         delta = buffers.delta.index(stage).load(row_l)
         dq = gl.zeros([WM, BD], gl.float32, tile_layout(BD))
         if p.V.AHEAD:
-            s = start_scores(p, buffers, stage, lse, W * T)
+            s = start_scores(p, buffers, stage, minus_lse2, W * T)
             dp = start_dp(p, buffers, stage, W * T)
-            s, dp, dq, d0 = tile_ahead(p, buffers, stage, lse, delta, s, dp, dq, d0, W * T, True, T == 1)
+            s, dp, dq, d0 = tile_ahead(p, buffers, stage, minus_lse2, delta, s, dp, dq, d0, W * T, True, T == 1)
             if T > 1:
-                s, dp, dq, d1 = tile_ahead(p, buffers, stage, lse, delta, s, dp, dq, d1, W * T + 1, False, T == 2)
+                s, dp, dq, d1 = tile_ahead(p, buffers, stage, minus_lse2, delta, s, dp, dq, d1, W * T + 1, False, T == 2)
             if T > 2:
-                s, dp, dq, d2 = tile_ahead(p, buffers, stage, lse, delta, s, dp, dq, d2, W * T + 2, False, T == 3)
+                s, dp, dq, d2 = tile_ahead(p, buffers, stage, minus_lse2, delta, s, dp, dq, d2, W * T + 2, False, T == 3)
             if T > 3:
-                s, dp, dq, d3 = tile_ahead(p, buffers, stage, lse, delta, s, dp, dq, d3, W * T + 3, False, T == 4)
+                s, dp, dq, d3 = tile_ahead(p, buffers, stage, minus_lse2, delta, s, dp, dq, d3, W * T + 3, False, T == 4)
             if T > 4:
-                s, dp, dq, d4 = tile_ahead(p, buffers, stage, lse, delta, s, dp, dq, d4, W * T + 4, False, T == 5)
+                s, dp, dq, d4 = tile_ahead(p, buffers, stage, minus_lse2, delta, s, dp, dq, d4, W * T + 4, False, T == 5)
             if T > 5:
-                s, dp, dq, d5 = tile_ahead(p, buffers, stage, lse, delta, s, dp, dq, d5, W * T + 5, False, T == 6)
+                s, dp, dq, d5 = tile_ahead(p, buffers, stage, minus_lse2, delta, s, dp, dq, d5, W * T + 5, False, T == 6)
         else:
-            dq, d0 = key_tile(p, buffers, stage, lse, delta, dq, d0, W * T)
+            dq, d0 = key_tile(p, buffers, stage, minus_lse2, delta, dq, d0, W * T)
             if T > 1:
-                dq, d1 = key_tile(p, buffers, stage, lse, delta, dq, d1, W * T + 1)
+                dq, d1 = key_tile(p, buffers, stage, minus_lse2, delta, dq, d1, W * T + 1)
             if T > 2:
-                dq, d2 = key_tile(p, buffers, stage, lse, delta, dq, d2, W * T + 2)
+                dq, d2 = key_tile(p, buffers, stage, minus_lse2, delta, dq, d2, W * T + 2)
             if T > 3:
-                dq, d3 = key_tile(p, buffers, stage, lse, delta, dq, d3, W * T + 3)
+                dq, d3 = key_tile(p, buffers, stage, minus_lse2, delta, dq, d3, W * T + 3)
             if T > 4:
-                dq, d4 = key_tile(p, buffers, stage, lse, delta, dq, d4, W * T + 4)
+                dq, d4 = key_tile(p, buffers, stage, minus_lse2, delta, dq, d4, W * T + 4)
             if T > 5:
-                dq, d5 = key_tile(p, buffers, stage, lse, delta, dq, d5, W * T + 5)
+                dq, d5 = key_tile(p, buffers, stage, minus_lse2, delta, dq, d5, W * T + 5)
         dq = warpgroup_mma_wait(0, deps=[dq])
         bar_arrive(PAIR_MEMBER_EMPTY + stage, threads_of(WGS, 1))
         if W > 0:
@@ -258,7 +269,23 @@ def consumer(p, buffers, out, W: gl.constexpr):
             store_dpair(p, out, d5, W * T + 5)
 
 
-@gluon.jit(do_not_specialize=["slab", "members", "each", "groups", "bias_heads", "sharing", "own_heads", "heads", "group", "sq", "sk", "left", "right"])
+@gluon.jit(
+    do_not_specialize=[
+        "slab",
+        "members",
+        "each",
+        "groups",
+        "bias_heads",
+        "sharing",
+        "own_heads",
+        "heads",
+        "group",
+        "sq",
+        "sk",
+        "left",
+        "right",
+    ]
+)
 def _pair_rows_kernel(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, bias, dq, dpair, between_ptr, slab, members, each, groups,
     bias_heads, sharing, own_heads, heads, group, sq, sk, left, right, pitch, units, V: gl.constexpr,
