@@ -25,7 +25,7 @@ REGISTERS = {2: 168, 3: 128}
 
 def bias_of(tensor: Tensor) -> Bias:
     batch, head, row = (0 if tensor.shape[axis] == 1 else tensor.stride(axis) for axis in range(3))
-    return Bias(tensor, batch, head, row, tensor.stride(3))
+    return Bias(tensor, batch, head, row, tensor.stride(3), tensor.shape[3])
 
 
 def place_of(tensor: Tensor) -> Place:
@@ -87,7 +87,7 @@ class Walk:
             args = [
                 *self.tiles(WM),
                 place_of(dq),
-                Bias(parts, self.bias_heads * pairs, pairs, self.sk, 1),
+                Bias(parts, self.bias_heads * pairs, pairs, self.sk, 1, self.sk),
                 between,
                 slab * width,
                 *self.numbers(each, groups),

@@ -19,13 +19,15 @@ STAGES = gl.constexpr(2)
 
 
 class Bias(NamedTuple):
-    """A pair bias [Bb,Hb,Sq,Sk] or its gradient in memory: pointer and strides, 0 along axes it does not have."""
+    """A pair bias [Bb,Hb,Sq,Sk] or its gradient in memory: pointer and strides, 0 along axes it does not have. keys: Sk, of which
+    the kernel knows whether whole vectors end there."""
 
     ptr: Any
     batch: Any
     head: Any
     row: Any
     key: Any
+    keys: Any
 
 
 class Place(NamedTuple):
@@ -140,7 +142,7 @@ def keep_bias(p, i0, j0, dst):
     key = gl.expand_dims(j0 + gl.arange(0, BN, gl.SliceLayout(0, layout)), 0)
     start = p.bias.ptr + p.entry_b.to(gl.int64) * p.bias.batch + p.entry_h.to(gl.int64) * p.bias.head
     place = row.to(gl.int64) * p.bias.row + key.to(gl.int64) * p.bias.key
-    exists = (row < p.sq) & (key < p.sk)
+    exists = (row < p.sq) & (key < p.bias.keys)
     value = gl.load(start + place, mask=exists, other=0.0).to(gl.float32)
     seen = key < p.sk
     position = row + (p.sk - p.sq)

@@ -167,7 +167,7 @@ def store_dpair(p, out, total, N: gl.constexpr):
     key = gl.expand_dims(out.slab + N * BN + gl.arange(0, BN, gl.SliceLayout(0, layout)), 0)
     start = out.dpair.ptr + p.part.to(gl.int64) * out.dpair.batch + p.entry_h.to(gl.int64) * out.dpair.head
     place = row.to(gl.int64) * out.dpair.row + key.to(gl.int64) * out.dpair.key
-    gl.store(start + place, total.to(out.dpair.ptr.dtype.element_ty), mask=(row < p.sq) & (key < p.sk))
+    gl.store(start + place, total.to(out.dpair.ptr.dtype.element_ty), mask=(row < p.sq) & (key < out.dpair.keys))
 
 
 @gluon.jit
@@ -271,7 +271,6 @@ def consumer(p, buffers, out, W: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "slab",
         "members",
         "each",
         "groups",
