@@ -1,4 +1,4 @@
-"""The kernels of a shared pair bias: in the emulator against the oracle, and compiled for sm_90a."""
+"""The kernel of a shared pair bias: in the emulator against the oracle, and compiled for sm_90a."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import emulator
 from aot import SHARED_MEMORY, compiled
 from modules import mutant
 
-from backlight.backends.hopper.pair import host, keys, members, rows
+from backlight.backends.hopper.pair import host, members, rows
 from backlight.backends.hopper.pair.config import PairConfig, groups_of, takes
 from backlight.backends.tiled import BACKEND as TILED
 from backlight.call import Call
@@ -24,10 +24,10 @@ from cases import FP16, Case, Problem, case_id
 from gate import Verdict, judge
 
 SHARED = ("heads", "rows")
-CONFIGS = (PairConfig(), PairConfig(2, 64, False, 2, 64))
+CONFIGS = (PairConfig(), PairConfig(turns=True), PairConfig(3, 32, ahead=True), PairConfig(2, 32, ahead=True, turns=True))
 PITCH = 128
 CASES = (
-    Case("shared", b=5, hq=2, hkv=2, sq=100, sk=150, d=32, pair_bias=SHARED, dlse=True),
+    Case("shared,group", b=5, hq=2, hkv=1, sq=100, sk=150, d=32, pair_bias=SHARED, dlse=True),
     Case("two entries,causal", b=6, hq=1, hkv=1, sq=130, sk=130, d=16, dv=32, causal=True, pair_bias=("pairs", *SHARED)),
     Case("heads share,window", b=2, hq=3, hkv=3, sq=70, sk=190, d=24, window=(90, 20), pair_bias=("batch", "rows", "strided")),
     Case("all share,hidden", b=2, hq=2, hkv=2, sq=90, sk=90, d=32, sink=True, pair_bias=("rows", "hidden")),
@@ -57,13 +57,12 @@ def judged(problem: Problem, late: bool) -> Verdict:
     with emulator.emulated(host, late=late):
         walk = host.Walk(start, call, *state)
         dq, dpair_bias = walk.dq_and_dpair(True)
-        dk, dv = walk.dk_and_dv()
-    result = {"dq": dq, "dk": dk, "dv": dv, "dpair_bias": dpair_bias}
+    result = {"dq": dq, "dpair_bias": dpair_bias}
     return judge(call, problem.dy, problem.dlse, result, names=tuple(result))
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("forced", CONFIGS, ids=["", "other tiles"])
+@pytest.mark.parametrize("forced", CONFIGS, ids=["", "turns", "three,ahead", "ahead,turns"])
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_tiles(case: Case, forced: PairConfig, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # groups of members, and several members to a group
@@ -78,11 +77,7 @@ MUTANTS = {
     "a part of dq left out": (rows, "consumer", "gl.static_range(WGS - 1)", "gl.static_range(WGS - 2)"),
     "sums of the wrong tile": (rows, "consumer", "store_dpair(p, out, d1, W * T + 1)", "store_dpair(p, out, d0, W * T + 1)"),
     "slabs not carried": (rows, "leave_dq", "dq = gl.load(between) + dq", "dq = dq"),
-    "s in flight": (rows, "tile_ahead", "1 if FIRST else 2, deps=[s]", "2 if FIRST else 3, deps=[s]"),
-    "dp in flight": (rows, "tile_ahead", "0 if LAST else 1, deps=[dp, dq]", "1 if LAST else 2, deps=[dp, dq]"),
-    "rows of another tile": (keys, "row_tile", "buffers.bias.index(i * HALVES + half)", "buffers.bias.index(half)"),
-    "rows kept": (keys, "row_tile", "    bar_arrive(PAIR_ROWS_EMPTY + stage, GROUP_AND_WARP)\n", ""),
-    "a part of dv left out": (keys, "consumer", "dv = dv + handed", "dv = dv + 0 * handed"),
+    "dp in flight": (rows, "key_tile", "mma_wait(0, deps=[dp_token])", "mma_wait(1, deps=[dp_token])"),
     "keys beyond the end": (members, "keep_bias", "    seen = key < p.sk\n", "    seen = key < p.sk + 64\n"),
     "wrong entry": (members, "member_of", "p.entry_b * p.sharing", "p.entry_b"),
 }  # fmt: skip
@@ -93,7 +88,7 @@ def test_a_mutant_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, na
     monkeypatch.setattr(emulator, "PATIENCE", 0.5)
     module, part, old, new = MUTANTS[name]
     broken = mutant(tmp_path, module, old, new)
-    for user in (rows, keys, members):
+    for user in (rows, members):
         if hasattr(user, part) and (user is module or module is members):
             monkeypatch.setattr(user, part, getattr(broken, part))
     shape = {"sq": 140, "sk": 460} if "slabs" in name else {"sq": 300, "sk": 150}
@@ -115,7 +110,6 @@ def test_what_it_takes() -> None:
     assert takes(call_of(16, 384))
     assert takes(call_of(16, 1024, causal=True))
     assert takes(call_of(16, 512, dtype=torch.float32))
-    assert not takes(call_of(16, 1024, dtype=torch.float32))
     assert not takes(call_of(16, 64))
     assert not takes(call_of(16, 384, d=64))
     assert not takes(call_of(16, 384, entries=4))
@@ -137,8 +131,7 @@ def test_compiled(length: int, dtype: torch.dtype) -> None:
     with compiled(host) as reports:
         walk = host.Walk(start, call, call.q, vector, vector)
         walk.dq_and_dpair(True)
-        walk.dk_and_dv()
-    assert {report.kernel for report in reports} == {"_pair_rows_kernel", "_pair_keys_kernel", "_pair_parts_kernel"}
+    assert {report.kernel for report in reports} == {"_pair_rows_kernel", "_pair_parts_kernel"}
     for report in reports:
         assert not report.warnings, str(report)
         assert report.shared <= SHARED_MEMORY, str(report)

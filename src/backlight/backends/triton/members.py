@@ -1,6 +1,5 @@
-"""Heads that share a pair bias, on Hopper GPUs: Gluon kernels that keep the bias in shared memory and go from head to head.
-
-One of them makes dq and dpair_bias in one sweep, the other dk and dv (`backends/hopper/pair`). Sums have a fixed order.
+"""dq and dpair_bias of heads that share a pair bias, on Hopper GPUs: a Gluon kernel that keeps the bias in shared memory and
+goes from head to head makes both in one sweep (`backends/hopper/pair`). Sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -24,25 +23,20 @@ def on_hopper(device: torch.device) -> bool:
 
 
 def walks(launch: Launch, rows: RowState) -> bool:
-    """Whether these kernels take the call."""
+    """Whether the kernel takes the call."""
     call = launch.call
     if call.pair_bias is None or call.q.dtype == torch.float32 or not on_hopper(call.q.device):
         return False
     return takes(call) and all(x.stride(-1) == 1 and describable(x) for x in (call.q, call.k, call.v, rows.do))
 
 
-def walk(launch: Launch, rows: RowState, needs: frozenset[str], out: dict[str, Tensor]) -> None:
-    """Fills dq, dk, dv and dpair_bias of `out` as far as they are needed."""
+def dq_and_dpair_of(launch: Launch, rows: RowState, want_dpair: bool) -> dict[str, Tensor]:
+    """dq, and dpair_bias where it is wanted."""
     # with it comes Gluon
     from backlight.backends.hopper.pair.host import Walk
 
     def start(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], named: dict[str, Any]) -> None:
         launch.start(kernel, grid, *args, **named)
 
-    kernels = Walk(start, launch.call, rows.do, rows.minus_lse2, rows.delta)
-    if needs & {"dq", "dpair_bias"}:
-        out["dq"], dpair_bias = kernels.dq_and_dpair("dpair_bias" in needs)
-        if dpair_bias is not None:
-            out["dpair_bias"] = dpair_bias
-    if needs & {"dk", "dv"}:
-        out["dk"], out["dv"] = kernels.dk_and_dv()
+    dq, dpair_bias = Walk(start, launch.call, rows.do, rows.minus_lse2, rows.delta).dq_and_dpair(want_dpair)
+    return {"dq": dq} if dpair_bias is None else {"dq": dq, "dpair_bias": dpair_bias}

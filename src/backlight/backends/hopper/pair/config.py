@@ -1,4 +1,4 @@
-"""Which calls the kernels of shared pair biases take, and the shapes of their CTAs."""
+"""Which calls the kernel of shared pair biases takes, and the shapes of its CTAs."""
 
 from __future__ import annotations
 
@@ -11,35 +11,28 @@ WM = 64
 WIDEST = 32
 # shorter rows have the Triton kernel that holds a whole head; fewer members do not pay for reading the bias first
 SHORTEST, FEWEST_MEMBERS = 64, 16
-# bytes of a bias: 64 rows or keys of all of it stay in shared memory
-LONGEST = 2048
 SMALLEST_SCALE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class PairConfig:
-    """Warpgroups that multiply, and columns of their tiles, in the kernel that owns rows and in the one that owns keys; ahead:
-    products of the next tile run under this one."""
+    """consumers: warpgroups that multiply; keys: of one of their tiles; ahead: products of the next tile run under this one;
+    turns: exponentials of two consumers never run side by side."""
 
-    rows_groups: int = 3
-    rows_keys: int = 32
-    rows_ahead: bool = True
-    keys_groups: int = 3
-    keys_rows: int = 128
+    consumers: int = 2
+    keys: int = 64
+    ahead: bool = False
+    turns: bool = False
 
     def slabs(self, sk: int, element_size: int) -> tuple[int, int]:
         """(slabs of keys that dq is made in, tiles of a warpgroup in one): sums of ds have to stay in registers, the bias in
         shared memory."""
-        most = (384 if element_size == 2 else 192) // self.rows_groups // self.rows_keys
-        tiles = -(-sk // (self.rows_groups * self.rows_keys))
+        most = (384 if element_size == 2 else 192) // self.consumers // self.keys
+        tiles = -(-sk // (self.consumers * self.keys))
         slabs = -(-tiles // most)
         each = -(-tiles // slabs)
         # K and V come in tiles of 64
-        return slabs, each if self.rows_keys == WM else each + each % 2
-
-    def row_tile(self, sq: int, element_size: int) -> int:
-        """Rows of a tile in the kernel that owns keys: a long bias leaves no room for many."""
-        return self.keys_rows if sq * element_size <= 1536 else WM
+        return slabs, each if self.keys == WM else each + each % 2
 
 
 def pair_config() -> PairConfig:
@@ -53,15 +46,14 @@ def members_of(call: Call) -> int:
 
 
 def takes(call: Call) -> bool:
-    """Whether the kernels can make dq, dk, dv and dpair_bias of a call with 16 bits on a Hopper GPU."""
+    """Whether the kernel can make dq and dpair_bias of a call with 16 bits on a Hopper GPU."""
     b, spec = call.pair_bias, call.spec
-    if b is None or b.shape[2] == 1 or call.varlen or call.part is not None or call.group > 1:
+    if b is None or b.shape[2] == 1 or call.varlen or call.part is not None:
         return False
     if spec.softcap is not None or spec.bias or spec.rows or call.scale < SMALLEST_SCALE:
         return False
-    length, width = max(call.q.shape[2], call.k.shape[2]), max(call.q.shape[-1], call.v.shape[-1])
-    fits = width <= WIDEST and length * b.element_size() <= LONGEST
-    return fits and min(call.q.shape[2], call.k.shape[2]) > SHORTEST and members_of(call) >= FEWEST_MEMBERS
+    wide = max(call.q.shape[-1], call.v.shape[-1]) > WIDEST
+    return not wide and min(call.q.shape[2], call.k.shape[2]) > SHORTEST and members_of(call) >= FEWEST_MEMBERS
 
 
 def groups_of(members: int, tiles: int, programs: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Launches of the kernels that walk over the members of a pair bias."""
+"""The launch of the kernel that walks over the members of a pair bias."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from backlight.backends.hopper.compat import COMPILER
 from backlight.backends.hopper.config import padded
 from backlight.backends.hopper.launch import descriptor, multiprocessors, tile_descriptor, vector_fields
 from backlight.backends.hopper.pair.config import WM, groups_of, members_of, pair_config
-from backlight.backends.hopper.pair.keys import _pair_keys_kernel
 from backlight.backends.hopper.pair.members import Bias, Place, Units, Variant
 from backlight.backends.hopper.pair.rows import _pair_rows_kernel
 from backlight.backends.hopper.pair.sums import BLOCK, _pair_parts_kernel
@@ -33,7 +32,7 @@ def place_of(tensor: Tensor) -> Place:
 
 
 class Walk:
-    """Kernels of a call whose rows are known: do, and by rows padded to `pitch` -lse in base 2 and delta.
+    """A call whose rows are known: do, and by rows padded to `pitch` -lse in base 2 and delta.
 
     start(kernel, grid, args, named) launches.
     """
@@ -52,12 +51,11 @@ class Walk:
         each, groups = groups_of(self.members, tiles * entries, multiprocessors(self.bias.device))
         return (tiles, entries * groups), each, groups
 
-    def tiles(self, rows: int) -> list[Any]:
-        """q and do in tiles of `rows` rows, k and v in tiles of 64 keys, vectors of 64 rows; the bias."""
-        call = self.call
-        tensors = ((call.q, rows), (self.do, rows), (call.k, WM), (call.v, WM))
+    def tiles(self) -> list[Any]:
+        """q, do, k and v, and vectors of rows, by 64; the bias."""
+        tensors = (self.call.q, self.do, self.call.k, self.call.v)
         vectors = (descriptor(x, vector_fields(x.numel(), WM)) for x in (self.minus_lse2, self.delta))
-        return [*(tile_descriptor(x, n, self.width, False) for x, n in tensors), *vectors, bias_of(self.bias)]
+        return [*(tile_descriptor(x, WM, self.width, False) for x in tensors), *vectors, bias_of(self.bias)]
 
     def numbers(self, each: int, groups: int) -> list[Any]:
         call, heads, scale = self.call, self.call.q.shape[1], float(self.call.scale)
@@ -82,18 +80,24 @@ class Walk:
             parts = torch.empty(groups, self.entries, self.bias_heads, pairs, dtype=torch.float32, device=dq.device)
         if slabs > 1:
             between = torch.empty(*dq.shape[:2], self.pitch, self.width, dtype=torch.float32, device=dq.device)
-        width = tiles * config.rows_groups * config.rows_keys
+        width = tiles * config.consumers * config.keys
         for slab in range(slabs):
             args = [
-                *self.tiles(WM),
+                *self.tiles(),
                 place_of(dq),
                 Bias(parts, self.bias_heads * pairs, pairs, self.sk, 1, self.sk),
                 between,
                 slab * width,
                 *self.numbers(each, groups),
             ]
-            flags = {"AHEAD": config.rows_ahead, "DPAIR": want_dpair, "FIRST": slab == 0, "LAST": slab == slabs - 1}
-            self.start(_pair_rows_kernel, grid, args, self.named(config.rows_groups, tiles, config.rows_keys, **flags))
+            flags = {
+                "AHEAD": config.ahead,
+                "TURNS": config.turns,
+                "DPAIR": want_dpair,
+                "FIRST": slab == 0,
+                "LAST": slab == slabs - 1,
+            }
+            self.start(_pair_rows_kernel, grid, args, self.named(config.consumers, tiles, config.keys, **flags))
         return dq, self.summed(parts) if want_dpair else None
 
     def summed(self, parts: Tensor) -> Tensor:
@@ -104,13 +108,3 @@ class Walk:
         grid = (-(-pairs // BLOCK), self.entries * self.bias_heads)
         self.start(_pair_parts_kernel, grid, args, {"BLOCK": BLOCK, "num_warps": 4, **COMPILER})
         return dpair
-
-    def dk_and_dv(self) -> tuple[Tensor, Tensor]:
-        call, warpgroups = self.call, self.config.keys_groups
-        block = self.config.row_tile(self.sq, self.bias.element_size())
-        dk, dv = torch.empty_like(call.k), torch.empty_like(call.v)
-        grid, each, groups = self.grid(self.sk)
-        args = [*self.tiles(block), place_of(dk), place_of(dv), *self.numbers(each, groups)]
-        tiles = -(-self.sq // block) * (block // WM)
-        self.start(_pair_keys_kernel, grid, args, self.named(warpgroups, tiles, block))
-        return dk, dv

@@ -19,8 +19,8 @@ STAGES = gl.constexpr(2)
 
 
 class Bias(NamedTuple):
-    """A pair bias [Bb,Hb,Sq,Sk] or its gradient in memory: pointer and strides, 0 along axes it does not have. keys: Sk, of which
-    the kernel knows whether whole vectors end there."""
+    """A pair bias [Bb,Hb,Sq,Sk] or its gradient in memory: pointer and strides, 0 along axes it does not have. keys: Sk, of
+    which the kernel knows whether whole vectors end there."""
 
     ptr: Any
     batch: Any
@@ -62,6 +62,7 @@ class Variant(NamedTuple):
     HAS_LEFT: bool
     HAS_RIGHT: bool
     AHEAD: bool = False
+    TURNS: bool = False
     DPAIR: bool = False
     FIRST: bool = True
     LAST: bool = True
@@ -174,3 +175,31 @@ def handed(buffer, n):
     """Tile n of a buffer, as warpgroups hand accumulators to each other: in the order of their fragments."""
     D: gl.constexpr = buffer.shape[2]
     return smem_reinterpret(buffer.index(n), gl.float32, [WM, D], dq_half_layout(D))
+
+
+@gluon.constexpr_function
+def _passed_on(code, n):
+    """Assembly: an instruction at a named barrier, between n values before and after."""
+    copies = " ".join(f"mov.f32 ${i}, ${n + i};" for i in range(n))
+    return f"{code} {copies}"
+
+
+@gluon.constexpr_function
+def _in_and_out(n):
+    return ",".join(["=&f"] * n + ["f"] * n + ["~{memory}"])
+
+
+@gluon.jit
+def after_turn(tile, NUMBER: gl.constexpr):
+    """The tile, when the other of two warpgroups has handed on its turn: nothing made of it comes before."""
+    N: gl.constexpr = tile.shape[1] // 2
+    code: gl.constexpr = _passed_on(f"bar.sync {NUMBER}, 256;", N)
+    return gl.inline_asm_elementwise(code, _in_and_out(N), [tile], dtype=gl.float32, is_pure=False, pack=N)
+
+
+@gluon.jit
+def handing_turn(tile, NUMBER: gl.constexpr):
+    """The tile, and the turn is the other warpgroup's: all of the tile is made before."""
+    N: gl.constexpr = tile.shape[1] // 2
+    code: gl.constexpr = _passed_on(f"bar.arrive {NUMBER}, 256;", N)
+    return gl.inline_asm_elementwise(code, _in_and_out(N), [tile], dtype=gl.float32, is_pure=False, pack=N)
