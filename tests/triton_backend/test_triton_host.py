@@ -26,16 +26,21 @@ from triton.backends.compiler import GPUTarget
 
 import backlight
 from backlight import binding, mask
+from backlight._private.triton import kernels_lack
 from backlight.backends import triton as backend
 from backlight.backends.intervals import tiles
 from backlight.backends.replaying import program, replay
-from backlight.backends.triton import dbias, delta, dkdv, dpair, dq, elastic, forward, fused, launch, small, table
+from backlight.backends.triton import dbias, delta, dkdv, dpair, dq, elastic, forward, fused, launch, members, small, table
 from backlight.backends.triton.config import KernelConfig
 from backlight.call import Call, Memory
 from backlight.config import override
 from backlight.spec import AttentionSpec
 
-MODULES = (forward, elastic, delta, dq, dkdv, dbias, dpair, fused, table, small, launch, tiles)
+MODULES = [forward, elastic, delta, dq, dkdv, dbias, dpair, fused, table, small, launch, tiles]
+if not kernels_lack():
+    from backlight.backends.hopper.pair import host as pair
+
+    MODULES.append(pair)
 KERNELS = [
     kernel for module in MODULES for name, kernel in vars(module).items() if name.startswith("_") and name.endswith("_kernel")
 ]
@@ -199,6 +204,28 @@ def test_a_short_call_with_a_pair_bias_is_three_launches(card: Watched, monkeypa
     # an address that a program has not met is remembered first, and in a crowded heap each run may bring some
     entered = [sum(functions_entered(run, but=("replay.py", "triton.py")).values()) for _ in range(4)]
     assert min(entered) <= MOST_FUNCTIONS + 2, entered
+
+
+@pytest.mark.skipif(bool(kernels_lack()), reason="the kernel is written in Gluon")
+def test_a_bias_that_many_heads_share_is_one_sweep_less_on_hopper(card: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dq and dpair_bias from one kernel, and the call is a program like any other."""
+    monkeypatch.setattr(members, "on_hopper", lambda device: True)
+    q, k, v, dy = (torch.randn(16, 1, 96, D, dtype=torch.bfloat16) for _ in range(4))
+    tensors = [*(x.requires_grad_() for x in (q, k, v)), dy]
+    pair_bias = torch.zeros(1, 1, 96, 96, dtype=torch.bfloat16).requires_grad_()
+    wanted = ["_fwd_kernel", "_delta_kernel", "_pair_rows_kernel", "_pair_parts_kernel", "_dkdv_kernel"]
+
+    def run() -> None:
+        step(tensors, pair_bias=pair_bias, causal=False)
+
+    for _ in range(2):
+        assert [name for name, _ in card.took(run)] == wanted
+    assert [found is not None for found in program._programs.values()] == [True, True]
+    with without_jit():
+        assert [name for name, _ in card.took(run)] == wanted
+        # without its gradient too, where the bias does not learn
+        pair_bias.requires_grad_(False)
+    assert [name for name, _ in card.took(run)] == ["_fwd_kernel", "_delta_kernel", "_pair_rows_kernel", "_dkdv_kernel"]
 
 
 @pytest.mark.clean_memory

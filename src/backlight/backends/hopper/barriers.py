@@ -61,3 +61,10 @@ NARROW_DS_FULL = gl.constexpr(12)  # + 2 * warpgroup + buffer: that one's `gradi
 
 ROWS_K_EMPTY = gl.constexpr(8)  # + stage: both consumers arrive, `producer` waits
 ROWS_V_EMPTY = gl.constexpr(12)  # + stage: both consumers arrive, `producer` waits
+
+# --- pair bias, kernel that walks over members: two or three consumers (a warpgroup each), `loader` (a warp) ------------------
+
+PAIR_MEMBER_EMPTY = gl.constexpr(8)  # + stage: all consumers arrive, `loader` waits
+PAIR_DQ_FULL = gl.constexpr(10)  # + stage: the others arrive with their dq, the first one waits
+PAIR_DQ_EMPTY = gl.constexpr(12)  # + stage: the first one arrives, the others wait
+PAIR_TURN = gl.constexpr(14)  # + consumer of two: its exponentials; the other one arrives, it waits

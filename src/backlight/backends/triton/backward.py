@@ -1,6 +1,7 @@
 """Backward, split form of eq. 33: rows first (delta), then a kernel that owns rows (dq), one that owns keys (dk, dv), one that
-owns distances (dbias), one that owns pairs which others share (dpair_bias); short rows have one for all. No sum crosses
-programs without a fixed order, so every result repeats bitwise."""
+owns distances (dbias), one that owns pairs which others share (dpair_bias). Short rows have one for all; dq and dpair_bias of a
+pair bias that many heads share come from one on Hopper GPUs (`members.py`). No sum crosses programs without a fixed order, so
+every result repeats bitwise."""
 
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from backlight.backends.triton.dpair import dpair_by_owner, dpair_of_columns, em
 from backlight.backends.triton.dq import dq_of
 from backlight.backends.triton.fused import fits, fused_of
 from backlight.backends.triton.launch import Launch
+from backlight.backends.triton.members import dq_and_dpair_of, walks
 from backlight.call import Call
 
 
@@ -26,7 +28,11 @@ def backward(
             out["dpair_bias"] = dpair_bias
         return {name: out[name] for name in needs}
     rows = prepare_rows(launch, y, lse, u, dy, dlse, out)
-    split(launch, rows, needs, way, out)
+    left = needs
+    if way in ("", "owner") and needs & {"dq", "dpair_bias"} and walks(launch, rows):
+        out |= dq_and_dpair_of(launch, rows, way == "owner")
+        left, way = needs - {"dq", "dpair_bias"}, ""
+    split(launch, rows, left, way, out)
     if way == "owner":
         out["dpair_bias"] = dpair_by_owner(launch, rows)
     if "dbias" in needs:
