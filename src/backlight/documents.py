@@ -36,6 +36,8 @@ def against(mask: Any, tensors: Tensors, packed: bool, backend: str | None) -> s
     q, k, v = tensors[:3]
     if packed:
         return "the call is packed already"
+    if not mask.agrees:
+        return "its rows or its borders were written in place, and not the other (Mask.copy_ writes both)"
     if not all(isinstance(x, Tensor) and x.dim() == 4 for x in _present(tensors)) or not _fits(mask, q, k):
         return "it is not one of as many rows as keys"
     if tensors[_NAMED["pair_bias"]] is not None:

@@ -266,3 +266,19 @@ def test_compiled_once_for_other_lengths(inside: bool, monkeypatch: pytest.Monke
         assert compilations == wanted
     assert all(call.varlen and call.trusted for call in seen)
     torch._dynamo.reset()
+
+
+def test_rows_written_in_place_count() -> None:
+    """Borders that are older than rows would be a silently wrong mask; `copy_` writes both."""
+    length = 256
+    q, k, v = (torch.randn(1, 2, length, 16, dtype=torch.float64) for _ in range(3))
+    held, new = (mask.documents(lengths=lengths, causal=True) for lengths in ([100, 156], [64, 192]))
+    expected = backlight.attention(q, k, v, mask=new)
+    held.rows.copy_(new.rows)
+    assert "written in place" in str(backlight.explain(q, k, v, mask=held).documents)
+    torch.testing.assert_close(backlight.attention(q, k, v, mask=held), expected)
+    both = mask.documents(lengths=[100, 156], causal=True).copy_(new)
+    assert "written in place" not in str(backlight.explain(q, k, v, mask=both).documents)
+    torch.testing.assert_close(backlight.attention(q, k, v, mask=both), expected)
+    with torch.inference_mode():
+        torch.testing.assert_close(backlight.attention(q, k, v, mask=mask.documents(lengths=[64, 192], causal=True)), expected)

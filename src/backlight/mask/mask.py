@@ -61,6 +61,14 @@ class Mask:
             raise ValueError(f"borders must be of rows or of rows and keys, [1 or 2, n], got shape {shape_of(self.borders)}")
         if self.pos is not None or self.rows.shape[1:3] != (1, 2):
             raise ValueError("borders go with one interval for each key, the same for all heads, and without pos")
+        object.__setattr__(self, "_apart", _times_written(self.rows, self.borders))
+
+    @property
+    def agrees(self) -> bool:
+        """False where rows or borders alone were written in place since: they may no longer say the same. Inside compiled
+        code and for tensors of inference mode nobody counts, and it is True."""
+        known = None if torch.compiler.is_compiling() else getattr(self, "_apart", None)
+        return known is None or self.borders is None or known == _times_written(self.rows, self.borders)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -128,6 +136,13 @@ class Mask:
         pos = "" if self.pos is None else f", pos {shape_of(self.pos)}"
         borders = "" if self.borders is None else f", borders {shape_of(self.borders)}{', causal' if self.causal else ''}"
         return f"Mask(rows {shape_of(self.rows)}{pos}{borders}, {self.device})"
+
+
+def _times_written(rows: Tensor, borders: Tensor) -> int | None:
+    """How often rows were written in place beyond borders."""
+    if torch.compiler.is_compiling() or rows.is_inference() or borders.is_inference():
+        return None
+    return rows._version - borders._version
 
 
 def _leaves(mask: Mask) -> tuple[Any, Any, Any]:
