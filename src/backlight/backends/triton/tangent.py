@@ -186,6 +186,8 @@ def _chosen(call: Call, known: bool) -> KernelConfig:
     narrow = width_of(call) <= 64
     if device.shared >= LARGE:
         alone = known and call.bias is None and call.spec.softcap is None
+        if alone and narrow:
+            return KernelConfig(64, 64, 4, 3, tma=True)
         return KernelConfig(128, 64 if narrow or alone else 32, 8, 2, tma=True)
     if device.shared >= MIDDLE:
         return KernelConfig(64, 64, 4, 2, tma=True) if narrow else KernelConfig(64, 32, 4, 1)
