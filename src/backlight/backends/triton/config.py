@@ -249,6 +249,15 @@ def _usual(kernel: str, width: int, call: Call, shared: int) -> KernelConfig:
     return KernelConfig(64, 64, 8, 1) if kernel == "dbias" and width > 64 else KernelConfig(64, 64, 4, 2)
 
 
+def _second_plain(kernel: str, narrow: bool, causal: bool) -> KernelConfig:
+    """Measured on an H200."""
+    if kernel == "second_dq":
+        return KernelConfig(64, 64, 4, 2, tma=True) if narrow else KernelConfig(128, 64, 8, 2, tma=True)
+    if narrow:
+        return KernelConfig(64, 64, 4, 2, tma=True, direct=True)
+    return KernelConfig(32, 64, 4, 2, tma=True, direct=True) if causal else KernelConfig(32, 128, 8, 2, tma=True)
+
+
 def _second(kernel: str, width: int, call: Call, shared: int) -> KernelConfig:
     """Second derivatives keep four tiles of scores in registers, a softcap two more, and twice the tensors in shared memory."""
     if call.q.dtype == torch.float32:
@@ -261,9 +270,8 @@ def _second(kernel: str, width: int, call: Call, shared: int) -> KernelConfig:
         return KernelConfig(64, 64, 8, 1) if narrow and shared >= MIDDLE else KernelConfig(32, 64, 8, 1)
     if shared < LARGE:
         return KernelConfig(32, 32, 4, 2 if shared >= MIDDLE else 1)
-    if narrow and call.spec.softcap is None and call.bias is None:
-        # measured on an H200
-        return KernelConfig(64, 64, 4, 2, tma=True, direct=kernel != "second_dq")
+    if call.spec.softcap is None and call.bias is None:
+        return _second_plain(kernel, narrow, plain_of(call) == "causal")
     step = 64 if narrow and call.spec.softcap is None else 32
     if kernel == "second_dq":
         return KernelConfig(128, step, 8, 2, tma=True)
