@@ -71,7 +71,7 @@ def test_some_tangents(given: str) -> None:
     [
         TangentConfig(64, 3, pingpong=True),
         TangentConfig(128, 2, pingpong=True, ahead=0),
-        TangentConfig(64, 2, stages=4, ahead=2),
+        TangentConfig(64, 2, stages=4),
     ],
     ids=str,
 )

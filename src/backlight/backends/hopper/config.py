@@ -164,8 +164,7 @@ def heads_together(call: Call, config: ForwardConfig | TangentConfig) -> int:
 class TangentConfig:
     """`consumers` warpgroups of 64 rows, blocks of `block_n` keys; options of the same name are those of `ForwardConfig`.
 
-    ahead: 1: s of a block is multiplied behind the outputs of the block before; 2: s and ts are multiplied in front of them,
-           which takes more registers; 0: both after them.
+    ahead: s of a block is multiplied behind the outputs of the block before; otherwise after them.
     lazy:  a row keeps its maximum until it is exceeded 2^8 times, so that sums are seldom rescaled (bf16: float16 has no room).
     """
 
@@ -173,7 +172,7 @@ class TangentConfig:
     consumers: int
     stages: int = 2
     pingpong: bool = False
-    ahead: int = 1
+    ahead: bool = True
     lazy: bool = False
     persistent: bool = True
     together: int = 0
@@ -198,7 +197,7 @@ def tangent_heuristic(call: Call) -> TangentConfig:
     if width > 64 or call.spec.left is not None:
         return TangentConfig(64, 2, pingpong=True)
     # for s beside p and g of 128 keys, ptxas of Triton 3.9 finds no registers: it would wait for every product
-    return TangentConfig(128, 2, pingpong=True, ahead=1 if triton_version() < (3, 9) else 0)
+    return TangentConfig(128, 2, pingpong=True, ahead=triton_version() < (3, 9))
 
 
 @dataclass(frozen=True, slots=True)

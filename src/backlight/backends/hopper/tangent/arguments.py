@@ -29,7 +29,7 @@ class Variant(NamedTuple):
     MASKED: bool
     # options of TangentConfig
     PINGPONG: bool
-    AHEAD: int
+    AHEAD: bool
     LAZY: bool
     # which tangents there are
     TQ: bool

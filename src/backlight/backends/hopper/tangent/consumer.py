@@ -263,7 +263,7 @@ def advance(p, q, tq, view, rows, count, block, W: gl.constexpr):
     if p.V.PINGPONG:
         wait_turn(p, W)
     o_token, w_token = start_outputs(p, rows, previous)
-    if p.V.AHEAD == 1:
+    if p.V.AHEAD:
         wait_full(p.k, count)
         s_token = start_scores(p, q, stage)
         o, w = warpgroup_mma_wait(PIECES, deps=[o_token, w_token])
@@ -277,36 +277,6 @@ def advance(p, q, tq, view, rows, count, block, W: gl.constexpr):
         hand_on_turn(p, W)
     s = warpgroup_mma_wait(PIECES * (p.V.TQ + p.V.TK), deps=[s_token])
     return weigh(p, view, s, ts_token, rows, o, w, block, count, False)
-
-
-@gluon.jit
-def advance_under_outputs(p, q, tq, view, rows, count, block, W: gl.constexpr):
-    """s and ts of this block, outputs of the block before, and under those all that depends on s and ts."""
-    PIECES: gl.constexpr = groups(p.V.D, p.V.BD)
-    OUTPUTS: gl.constexpr = 1 + p.V.TV + (p.V.TQ or p.V.TK)
-    stage = ring_stage(p.k, count)
-    previous = ring_stage(p.v, count - 1)
-    if p.V.PINGPONG:
-        wait_turn(p, W)
-    s_token = start_scores(p, q, stage)
-    ts_token = start_moves(p, q, tq, stage)
-    o_token, w_token = start_outputs(p, rows, previous)
-    if p.V.PINGPONG:
-        hand_on_turn(p, W)
-    s = warpgroup_mma_wait(PIECES * (p.V.TQ + p.V.TK) + OUTPUTS, deps=[s_token])
-    p32, new_max, rescale = softmax(p, view, s, rows.row_max, block, False)
-    ts = p32
-    if p.V.TQ or p.V.TK:
-        ts, p32 = warpgroup_mma_wait(OUTPUTS, deps=[ts_token, p32])
-    release(p.k, stage)
-    now = gathered(p, view, p32, ts, rows, rows.o, rows.w, new_max, rescale, block, False)
-    wait_full(p.v, count)
-    wait_full(p.k, count + 1, block > view.begin)
-    o, w = warpgroup_mma_wait(0, deps=[o_token, w_token])
-    release(p.v, previous)
-    o = multiplied(p, o, rescale)
-    w = multiplied(p, w, rescale)
-    return Rows(o, w, now.weights, now.moved, now.row_max, now.row_sum, now.e, now.e_cast, now.nu)
 
 
 @gluon.jit
@@ -362,16 +332,11 @@ def consumer(p, W: gl.constexpr):
             count = skip_blocks(p, view.tile_end - view.end, count, W)
         rows = first_block(p, q, tq, view, count)
         count += 1
-        if p.V.AHEAD == 2:
-            wait_full(p.k, count, view.end - view.begin > 1)
         for j in range(view.end - 1 - view.begin):
             # in registers their places would be held over the loop
             q = rematerialised(p.buffers.q.index(W), count)
             tq = rematerialised(p.buffers.tq.index(W), count)
-            if p.V.AHEAD == 2:
-                rows = advance_under_outputs(p, q, tq, view, rows, count, view.end - 2 - j, W)
-            else:
-                rows = advance(p, q, tq, view, rows, count, view.end - 2 - j, W)
+            rows = advance(p, q, tq, view, rows, count, view.end - 2 - j, W)
             count += 1
         finish(p, rows, count, turn, W)
         if p.V.HAS_LEFT:
