@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 pytest.importorskip("triton")
 
@@ -135,5 +136,5 @@ def test_compiled(length: int, dtype: torch.dtype) -> None:
     for report in reports:
         assert not report.warnings, str(report)
         assert report.shared <= SHARED_MEMORY, str(report)
-        # of the warpgroup that adds up, outside of its tiles
-        assert report.spills <= 260, str(report)
+        # ptxas of Triton 3.6, which the kernel was timed with, and later ones
+        assert report.spills <= (200 if triton.__version__.startswith("3.6") else 480), str(report)
