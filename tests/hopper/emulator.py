@@ -261,8 +261,6 @@ REPLACED = {
     "end_block": lambda tile: tile,
     "barrier": lambda: None,
     "opaque": lambda number: number,
-    "after_turn": lambda tile, number: (bar_sync(number, 256), tile)[1],
-    "handing_turn": lambda tile, number: (bar_arrive(number, 256), tile)[1],
     "widened": lambda x: x.to("fp32"),
     "rematerialised": lambda tile, count: tile,
     "bar_arrive": bar_arrive,

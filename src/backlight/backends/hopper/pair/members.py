@@ -1,7 +1,7 @@
-"""What both kernels share: which part of a pair bias a CTA owns, which heads it visits, and the part in shared memory.
+"""Which part of a pair bias a CTA owns, which heads it visits, and the part in shared memory.
 
-Entries of the batch and heads that share an entry of the bias are its members. A CTA owns 64 rows of the bias (`rows.py`) or 64
-of its keys (`keys.py`), reads them once, hides in them what no member sees, and goes from member to member.
+Heads of the batch that share an entry of the bias are its members. A CTA owns 64 rows of the bias, reads them once, hides in
+them what no member sees, and goes from member to member (`rows.py`).
 """
 
 from typing import Any, NamedTuple
@@ -49,9 +49,8 @@ class Units(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What is compiled in. BD: width of all tiles; WGS: warpgroups that multiply; T: tiles that the bias of a CTA has, or
-    (`rows.py`) that of a warpgroup; BN: keys of a tile, or (`keys.py`) rows; AHEAD: products of the next tile run under this
-    one; DPAIR: whether dpair_bias is made; FIRST, LAST: whether this slab of keys begins dq, and ends it."""
+    """What is compiled in. BD: width of all tiles; WGS: warpgroups that multiply; T: tiles of BN keys that each of them has;
+    DPAIR: whether dpair_bias is made; FIRST, LAST: whether this slab of keys begins dq, and ends it."""
 
     D: int
     DV: int
@@ -61,8 +60,6 @@ class Variant(NamedTuple):
     BN: int
     HAS_LEFT: bool
     HAS_RIGHT: bool
-    AHEAD: bool = False
-    TURNS: bool = False
     DPAIR: bool = False
     FIRST: bool = True
     LAST: bool = True
@@ -175,31 +172,3 @@ def handed(buffer, n):
     """Tile n of a buffer, as warpgroups hand accumulators to each other: in the order of their fragments."""
     D: gl.constexpr = buffer.shape[2]
     return smem_reinterpret(buffer.index(n), gl.float32, [WM, D], dq_half_layout(D))
-
-
-@gluon.constexpr_function
-def _passed_on(code, n):
-    """Assembly: an instruction at a named barrier, between n values before and after."""
-    copies = " ".join(f"mov.f32 ${i}, ${n + i};" for i in range(n))
-    return f"{code} {copies}"
-
-
-@gluon.constexpr_function
-def _in_and_out(n):
-    return ",".join(["=&f"] * n + ["f"] * n + ["~{memory}"])
-
-
-@gluon.jit
-def after_turn(tile, NUMBER: gl.constexpr):
-    """The tile, when the other of two warpgroups has handed on its turn: nothing made of it comes before."""
-    N: gl.constexpr = tile.shape[1] // 2
-    code: gl.constexpr = _passed_on(f"bar.sync {NUMBER}, 256;", N)
-    return gl.inline_asm_elementwise(code, _in_and_out(N), [tile], dtype=gl.float32, is_pure=False, pack=N)
-
-
-@gluon.jit
-def handing_turn(tile, NUMBER: gl.constexpr):
-    """The tile, and the turn is the other warpgroup's: all of the tile is made before."""
-    N: gl.constexpr = tile.shape[1] // 2
-    code: gl.constexpr = _passed_on(f"bar.arrive {NUMBER}, 256;", N)
-    return gl.inline_asm_elementwise(code, _in_and_out(N), [tile], dtype=gl.float32, is_pure=False, pack=N)

@@ -8,15 +8,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from backlight.backends.hopper.barriers import PAIR_DQ_EMPTY, PAIR_DQ_FULL, PAIR_MEMBER_EMPTY, PAIR_TURN
+from backlight.backends.hopper.barriers import PAIR_DQ_EMPTY, PAIR_DQ_FULL, PAIR_MEMBER_EMPTY
 from backlight.backends.hopper.compat import Maybe, arguments, warpgroup_mma_wait
 from backlight.backends.hopper.pair.members import (
     STAGES,
     Members,
     added,
-    after_turn,
     handed,
-    handing_turn,
     keep_bias,
     load_rows,
     member_of,
@@ -97,18 +95,7 @@ def tile_of(buffer, stage, n, V: gl.constexpr):
 
 
 @gluon.jit
-def weights_of(p, s, W: gl.constexpr):
-    """p of base-2 logits in units of the product; in turns where two warpgroups take them."""
-    if p.V.TURNS:
-        s = after_turn(s, PAIR_TURN + W)
-    weight = gl.exp2(s * p.units.scale_log2)
-    if p.V.TURNS:
-        weight = handing_turn(weight, PAIR_TURN + 1 - W)
-    return weight
-
-
-@gluon.jit
-def key_tile(p, buffers, stage, minus_lse2, delta, dq, total, N: gl.constexpr, W: gl.constexpr):
+def key_tile(p, buffers, stage, minus_lse2, delta, dq, total, N: gl.constexpr):
     """One tile of keys of a member; dq in flight, before and after."""
     BN: gl.constexpr = p.V.BN
     s_l: gl.constexpr = tile_layout(BN)
@@ -121,67 +108,13 @@ def key_tile(p, buffers, stage, minus_lse2, delta, dq, total, N: gl.constexpr, W
     s_token = warpgroup_mma(buffers.q.index(stage), k.permute((1, 0)), x, use_acc=True, is_async=True)
     dp_token = warpgroup_mma(buffers.do.index(stage), v.permute((1, 0)), zero, use_acc=False, is_async=True)
     s, dq = warpgroup_mma_wait(1, deps=[s_token, dq])
-    pr = weights_of(p, s, W)
+    pr = gl.exp2(s * p.units.scale_log2)
     dp = warpgroup_mma_wait(0, deps=[dp_token])
     ds = pr * (dp - gl.expand_dims(delta, 1))
     if p.V.DPAIR:
         total = added(total, ds)
     ds16 = gl.convert_layout(ds.to(p.q_desc.dtype), a_l, assert_trivial=True)
     return warpgroup_mma(ds16, k, dq, is_async=True), total
-
-
-@gluon.jit
-def start_scores(p, buffers, stage, minus_lse2, N: gl.constexpr):
-    """s of a tile of keys, in flight: it begins with the bias less lse, in units of the product."""
-    BN: gl.constexpr = p.V.BN
-    s_l: gl.constexpr = tile_layout(BN)
-    x = widened(buffers.bias.index(N).load(s_l)) * p.units.bias + gl.expand_dims(minus_lse2 * p.units.lse, 1)
-    k = tile_of(buffers.k, stage, N, p.V)
-    return warpgroup_mma(buffers.q.index(stage), k.permute((1, 0)), x, use_acc=True, is_async=True)
-
-
-@gluon.jit
-def start_dp(p, buffers, stage, N: gl.constexpr):
-    BN: gl.constexpr = p.V.BN
-    zero = gl.zeros([WM, BN], gl.float32, tile_layout(BN))
-    v = tile_of(buffers.v, stage, N, p.V)
-    return warpgroup_mma(buffers.do.index(stage), v.permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def tile_ahead(
-    p,
-    buffers,
-    stage,
-    minus_lse2,
-    delta,
-    s,
-    dp,
-    dq,
-    total,
-    N: gl.constexpr,
-    W: gl.constexpr,
-    FIRST: gl.constexpr,
-    LAST: gl.constexpr,
-):
-    """A tile of keys whose s and dp are in flight, in this order with dq between them; leaves those of the next tile."""
-    a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=tile_layout(p.V.BD), k_width=2)
-    k = tile_of(buffers.k, stage, N, p.V)
-    s = warpgroup_mma_wait(1 if FIRST else 2, deps=[s])
-    following = s
-    if not LAST:
-        following = start_scores(p, buffers, stage, minus_lse2, N + 1)
-    pr = weights_of(p, s, W)
-    dp, dq = warpgroup_mma_wait(0 if LAST else 1, deps=[dp, dq])
-    ds = pr * (dp - gl.expand_dims(delta, 1))
-    if p.V.DPAIR:
-        total = added(total, ds)
-    ds16 = gl.convert_layout(ds.to(p.q_desc.dtype), a_l, assert_trivial=True)
-    dq = warpgroup_mma(ds16, k, dq, is_async=True)
-    next_dp = dp
-    if not LAST:
-        next_dp = start_dp(p, buffers, stage, N + 1)
-    return following, next_dp, dq, total
 
 
 @gluon.jit
@@ -230,10 +163,6 @@ def consumer(p, buffers, out, W: gl.constexpr):
     d1 = d0
     d2 = d0
     d3 = d0
-    d4 = d0
-    d5 = d0
-    if p.V.TURNS and W == 1:
-        bar_arrive(PAIR_TURN, threads_of(WGS, 0))
     for number in range(p.first, p.stop):
         count = number - p.first
         stage = count % STAGES
@@ -241,32 +170,13 @@ def consumer(p, buffers, out, W: gl.constexpr):
         minus_lse2 = buffers.lse.index(stage).load(row_l)
         delta = buffers.delta.index(stage).load(row_l)
         dq = gl.zeros([WM, BD], gl.float32, tile_layout(BD))
-        if p.V.AHEAD:
-            s = start_scores(p, buffers, stage, minus_lse2, W * T)
-            dp = start_dp(p, buffers, stage, W * T)
-            s, dp, dq, d0 = tile_ahead(p, buffers, stage, minus_lse2, delta, s, dp, dq, d0, W * T, W, True, T == 1)
-            if T > 1:
-                s, dp, dq, d1 = tile_ahead(p, buffers, stage, minus_lse2, delta, s, dp, dq, d1, W * T + 1, W, False, T == 2)
-            if T > 2:
-                s, dp, dq, d2 = tile_ahead(p, buffers, stage, minus_lse2, delta, s, dp, dq, d2, W * T + 2, W, False, T == 3)
-            if T > 3:
-                s, dp, dq, d3 = tile_ahead(p, buffers, stage, minus_lse2, delta, s, dp, dq, d3, W * T + 3, W, False, T == 4)
-            if T > 4:
-                s, dp, dq, d4 = tile_ahead(p, buffers, stage, minus_lse2, delta, s, dp, dq, d4, W * T + 4, W, False, T == 5)
-            if T > 5:
-                s, dp, dq, d5 = tile_ahead(p, buffers, stage, minus_lse2, delta, s, dp, dq, d5, W * T + 5, W, False, T == 6)
-        else:
-            dq, d0 = key_tile(p, buffers, stage, minus_lse2, delta, dq, d0, W * T, W)
-            if T > 1:
-                dq, d1 = key_tile(p, buffers, stage, minus_lse2, delta, dq, d1, W * T + 1, W)
-            if T > 2:
-                dq, d2 = key_tile(p, buffers, stage, minus_lse2, delta, dq, d2, W * T + 2, W)
-            if T > 3:
-                dq, d3 = key_tile(p, buffers, stage, minus_lse2, delta, dq, d3, W * T + 3, W)
-            if T > 4:
-                dq, d4 = key_tile(p, buffers, stage, minus_lse2, delta, dq, d4, W * T + 4, W)
-            if T > 5:
-                dq, d5 = key_tile(p, buffers, stage, minus_lse2, delta, dq, d5, W * T + 5, W)
+        dq, d0 = key_tile(p, buffers, stage, minus_lse2, delta, dq, d0, W * T)
+        if T > 1:
+            dq, d1 = key_tile(p, buffers, stage, minus_lse2, delta, dq, d1, W * T + 1)
+        if T > 2:
+            dq, d2 = key_tile(p, buffers, stage, minus_lse2, delta, dq, d2, W * T + 2)
+        if T > 3:
+            dq, d3 = key_tile(p, buffers, stage, minus_lse2, delta, dq, d3, W * T + 3)
         dq = warpgroup_mma_wait(0, deps=[dq])
         bar_arrive(PAIR_MEMBER_EMPTY + stage, threads_of(WGS, 1))
         if W > 0:
@@ -282,9 +192,6 @@ def consumer(p, buffers, out, W: gl.constexpr):
                 if number + STAGES < p.stop:
                     bar_arrive(PAIR_DQ_EMPTY + stage, threads_of(WGS, 0))
             leave_dq(p, out, member_of(p, number), dq)
-    if p.V.TURNS and W == 0:
-        # the last turn is nobody's
-        bar_sync(PAIR_TURN, threads_of(WGS, 0))
     if p.V.DPAIR:
         store_dpair(p, out, d0, W * T)
         if T > 1:
@@ -293,10 +200,6 @@ def consumer(p, buffers, out, W: gl.constexpr):
             store_dpair(p, out, d2, W * T + 2)
         if T > 3:
             store_dpair(p, out, d3, W * T + 3)
-        if T > 4:
-            store_dpair(p, out, d4, W * T + 4)
-        if T > 5:
-            store_dpair(p, out, d5, W * T + 5)
 
 
 @gluon.jit(
