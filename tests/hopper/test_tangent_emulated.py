@@ -107,7 +107,7 @@ def test_refusals() -> None:
 )
 def test_a_broken_kernel_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     """All but one: any nu is right, as long as it is the same throughout."""
-    monkeypatch.setattr(emulator, "PATIENCE", 0.5)
+    monkeypatch.setattr(emulator.machine, "PATIENCE", 0.5)
     call = Case("broken", b=1, hq=1, hkv=1, sq=200, sk=270, d=16, causal=True).make(FP16).call
     (module,) = (module for module in (consumer, producer) if old in Path(module.__file__ or "").read_text())
     name = module.__name__.rpartition(".")[2]
