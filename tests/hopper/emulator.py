@@ -261,7 +261,7 @@ REPLACED = {
     "end_block": lambda tile: tile,
     "barrier": lambda: None,
     "opaque": lambda number: number,
-    "widened": lambda x: x.to("fp32"),
+    "in_fp32": lambda x: x.to("fp32"),
     "rematerialised": lambda tile, count: tile,
     "bar_arrive": bar_arrive,
 }

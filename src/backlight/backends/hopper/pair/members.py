@@ -152,7 +152,7 @@ def keep_bias(p, i0, j0, dst):
 
 
 @gluon.jit
-def widened(x):
+def in_fp32(x):
     """fp32 of 16 bits: of bf16 in one instruction each."""
     if x.dtype == gl.bfloat16:
         x = gl.inline_asm_elementwise(

@@ -20,7 +20,7 @@ from backlight.backends.hopper.pair.members import (
     member_of,
     threads_of,
     tile_layout,
-    widened,
+    in_fp32,
 )
 from backlight.backends.hopper.primitives import WM, bar_arrive, bar_sync, barriers, load_tile, tiles_of
 
@@ -104,7 +104,7 @@ def key_tile(p, buffers, stage, minus_lse2, delta, dq, total, N: gl.constexpr):
     v = tile_of(buffers.v, stage, N, p.V)
     zero = gl.zeros([WM, BN], gl.float32, s_l)
     # in units of the product: s begins with the bias less lse
-    x = widened(buffers.bias.index(N).load(s_l)) * p.units.bias + gl.expand_dims(minus_lse2 * p.units.lse, 1)
+    x = in_fp32(buffers.bias.index(N).load(s_l)) * p.units.bias + gl.expand_dims(minus_lse2 * p.units.lse, 1)
     s_token = warpgroup_mma(buffers.q.index(stage), k.permute((1, 0)), x, use_acc=True, is_async=True)
     dp_token = warpgroup_mma(buffers.do.index(stage), v.permute((1, 0)), zero, use_acc=False, is_async=True)
     s, dq = warpgroup_mma_wait(1, deps=[s_token, dq])
