@@ -15,12 +15,12 @@ from backlight.backends.hopper.pair.members import (
     Members,
     added,
     handed,
+    in_fp32,
     keep_bias,
     load_rows,
     member_of,
     threads_of,
     tile_layout,
-    in_fp32,
 )
 from backlight.backends.hopper.primitives import WM, bar_arrive, bar_sync, barriers, load_tile, tiles_of
 
