@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from records import ROOT, load, newest, timed
+from records import RESULTS, ROOT, load, newest, timed
 
 TERMS = ["bias", "lazy", "sink", "softcap", "gate"]
 WIDE = ROOT / "docs" / "data" / "wide-terms-h200.jsonl"
@@ -225,17 +225,18 @@ def masks_table() -> str:
 
 
 def pair_table() -> str:
-    """A pair bias beside our plain call and the peers, with gradients of all inputs, from the newest record."""
+    """A pair bias beside our plain call and the peers, all gradients; each shape from the newest record of it."""
     ms: dict[str, dict[str, dict[str, float]]] = {}
-    for row in timed(load(newest("pair"))):
+    for row in (row for path in sorted(RESULTS.glob("pair-2*.json.gz")) for row in timed(load(path))):
         name, shape = row["case"].split("/")[0].split(",", 1)
         who = "plain" if (name, row["contender"]) == ("plain", "backlight") else row["contender"] if name == "pair" else None
         if who and "times" in row:
             ms.setdefault(shape, {})[who] = {phase: row["times"][phase]["median_ms"] for phase in ("forward", "both")}
     heads = ["bf16, ms: forward, forward and backward", "backlight", "without the bias", "SDPA efficient", "FlexAttention"]
+    heads.append("cuEquivariance")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for shape, found in ms.items():
-        times = (found.get(who) for who in ("backlight", "plain", "sdpa-efficient", "flex"))
+        times = (found.get(who) for who in ("backlight", "plain", "sdpa-efficient", "flex", "cuequivariance"))
         cells = ("-" if each is None else f"{each['forward']:.2f}, {each['both']:.2f}" for each in times)
         lines.append(f"| {shape.upper().replace('=', ' ').replace(',', ', ')} | {' | '.join(cells)} |")
     return "\n".join(lines)

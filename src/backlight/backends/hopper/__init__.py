@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backlight.backends.hopper.versions import triton_version
 from backlight.call import Call, Memory
 
 MAX_HEAD_DIM = 256
@@ -22,13 +23,6 @@ CAPABILITY = (9, 0)
 MAX_ROWS = 1 << 31
 ROW_BLOCK = 128
 OLDEST_TRITON = (3, 6)
-
-
-@cache
-def triton_version() -> tuple[int, ...]:
-    import triton
-
-    return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 @cache

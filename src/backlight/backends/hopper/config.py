@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from backlight.backends.hopper import triton_version
+from backlight.backends.hopper.versions import triton_version
 from backlight.call import Call
 from backlight.config import resolve
 

@@ -130,6 +130,7 @@ class Examination(Sheet):
         unusable = usable.unjudgeable(self.problem)
         if unusable:
             return self.could_not_run(unusable, health)
+        observed = None
         try:
             self.subject, observed = convention.settle(self.subject, self.problem, self.notes)
             values = convention.natural_lse(self.subject, self.problem, observed.values, self.notes)
@@ -141,7 +142,7 @@ class Examination(Sheet):
         except Unrepeatable as error:
             return self.could_not_run(str(error), health)
         except (CouldNotRun, ShapeMismatch) as error:
-            return self.could_not_run(str(error) + self._runs_wider(), health)
+            return self.could_not_run(str(error) + ("" if observed else self._runs_wider()), health)
         if instead and not any(f.severity != "note" for f in self.findings):
             title = BY_ID["empty-rows-lse"].sentence().replace("...", instead)
             self.named("empty-rows-lse", ["everything else is right, in these rows too"], title=title)
