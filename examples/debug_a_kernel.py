@@ -1,7 +1,7 @@
 """From a loss that goes sideways to the line that is wrong: an attention kernel with two defects, and the doctor.
 
-The kernel is a flash-style backward in plain PyTorch, with grouped heads and a causal window, so that it fits on a page; a Triton
-or CUDA kernel is examined in the same way, by its inputs and outputs alone. A notebook as a script: each `# %%` is a cell.
+The kernel is a flash-style backward in plain PyTorch, with grouped heads and a causal window, so that it fits on a page; one in
+Triton or CUDA is examined in the same way, by its inputs and outputs alone. A notebook as a script: each `# %%` is a cell.
 
     python examples/debug_a_kernel.py                   seconds on a CPU
 """

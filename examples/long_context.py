@@ -1,6 +1,6 @@
 """Long context in three steps: documents packed without padding, masks that are more than borders, and one sequence over ranks.
 
-A notebook as a script: each `# %%` is a cell. The ranks are threads here, so that it runs anywhere; under torchrun, with a model
+A notebook as a script: each `# %%` is a cell. Ranks are threads here, so that it runs anywhere; under torchrun, with a model
 and a training loop, it is examples/train_long_context.py.
 
     python examples/long_context.py                     seconds on a CPU

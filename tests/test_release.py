@@ -100,7 +100,7 @@ def test_the_sdist_is_the_repository(built: tuple[Path, Path]) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert not files() - names
-    # pictures that somebody drew beside a record are ignored by git and taken all the same: a release is made from a clean checkout
+    # pictures drawn beside a record are ignored by git and taken all the same: a release is made from a clean checkout
     drawn = {name for name in names if name.startswith("benchmarks/results/") and name.endswith((".svg", ".png"))}
     assert not names - drawn - {"PKG-INFO"} - files()
 
