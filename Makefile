@@ -24,7 +24,7 @@ TOOLS := $(VENV)/.backlight-tools
 INSTALL = $(BIN)/python -m pip install --quiet $(PIP_FLAGS) $(addprefix -c ,$(CONSTRAINTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install test later slow demo lint format resolve matrix clean
+.PHONY: help install test later slow demo lint format resolve matrix dist clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-9s %s\n", $$1, $$2 }'
@@ -77,6 +77,15 @@ matrix: $(TOOLS)  ## torch 2.11 to 2.15 with their Tritons, and the floors: an e
 	$(BIN)/python tools/matrix.py $(ARGS)
 	$(BIN)/python tools/make_versions_page.py --write
 
+dist:  ## the wheel and the sdist of a release into dist/, checked by tools that live in an environment of their own
+	$(PYTHON) -m venv .release
+	.release/bin/python -m pip install --quiet $(PIP_FLAGS) build twine check-wheel-contents cffconvert 'hatchling>=1.24'
+	rm -rf dist
+	.release/bin/python -m build --no-isolation
+	.release/bin/twine check --strict dist/*
+	.release/bin/check-wheel-contents dist/*.whl
+	.release/bin/cffconvert --validate
+
 clean:  ## remove what the other targets made
-	rm -rf .venv .matrix build dist reports .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .matrix .release build dist reports .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

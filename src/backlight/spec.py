@@ -217,6 +217,7 @@ class AttentionSpec:
         return head_dim**-0.5 if self.scale is None else self.scale
 
     def replace(self, **changes: Any) -> AttentionSpec:
+        """The same with some fields changed; what they give is checked again."""
         return replace(self, **changes)
 
     # --- one row -------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ you need, and what it is called in FlexAttention: docs/masks.md. In the drawings
 from backlight.mask.given import from_dense, from_mask_mod, rows
 from backlight.mask.mask import Mask
 from backlight.mask.sequences import blocks, chunks, documents, evict, global_first, prefix, spans
-from backlight.mask.tree import tree
+from backlight.mask.trees import tree
 
 __all__ = [
     "Mask",
