@@ -215,7 +215,7 @@ FLASH: Bad = {
     "alibi_slopes": [
         *NO_TENSOR,
         (floats(3), "(3,)"),
-        (floats(2, 4), "(2, 4)"),
+        (floats(3, 4), "(3, 4)"),
         (floats(4).long(), "int64"),
         (torch.zeros(4, device="meta"), "meta"),
     ],
@@ -237,6 +237,16 @@ FLASH_PACKED = {
     "cu_seqlens_k": numbers(0, 2, 5),
     "max_seqlen_q": 3,
     "max_seqlen_k": 3,
+}
+CACHE = {
+    "q": floats(2, 3, 4, 8),
+    "k_cache": floats(2, 9, 2, 8),
+    "v_cache": floats(2, 9, 2, 8),
+    "k": floats(2, 3, 2, 8),
+    "v": floats(2, 3, 2, 8),
+    "rotary_cos": floats(9, 2),
+    "rotary_sin": floats(9, 2),
+    "cache_seqlens": numbers(2, 5),
 }
 LAZY = {"q": floats(2, 4, 5, 8), "k": floats(2, 4, 5, 8), "v": floats(2, 4, 5, 8), "bias": floats(4, 3), "tau": floats(4)}
 
@@ -282,6 +292,40 @@ DROP_INS = (
         compat.flash_attn_varlen_kvpacked_func,
         {n: x for n, x in FLASH_PACKED.items() if n not in "kv"} | {"kv": floats(5, 2, 4, 8)},
         {"kv": [*NO_TENSOR, (floats(5, 3, 4, 8), "(5, 3, 4, 8)")], "cu_seqlens_k": NO_BORDERS},
+    ),
+    Entry(
+        "flash_attn_with_kvcache",
+        compat.flash_attn_with_kvcache,
+        CACHE,
+        {n: FLASH[n] for n in ("softmax_scale", "causal", "window_size", "softcap", "alibi_slopes")}
+        | {
+            "q": [*NO_TENSOR, (floats(3, 4, 8), "(3, 4, 8)")],
+            "k_cache": [*NO_TENSOR, (floats(2, 9, 2, 7), "(2, 9, 2, 7)"), (floats(1, 9, 2, 8), "1"), (floats(2, 9, 3, 8), "3")],
+            "v_cache": [*NO_TENSOR, (floats(2, 8, 2, 8), "(2, 8, 2, 8)"), (floats(2, 9, 2, 8).half(), "float16")],
+            "k": [*NO_TENSOR, (floats(2, 3, 4, 8), "(2, 3, 4, 8)"), (floats(1, 3, 2, 8), "(1, 3, 2, 8)"), (None, "v alone")],
+            "v": [
+                *NO_TENSOR,
+                (floats(2, 2, 2, 8), "(2, 2, 2, 8)"),
+                (None, "k alone"),
+                (floats(2, 3, 2, 8).double(), "float64"),
+            ],
+            "rotary_cos": [*NO_TENSOR, (floats(8, 2), "(8, 2)"), (floats(9, 5), "(9, 5)"), (floats(9, 2).long(), "int64")],
+            "rotary_sin": [*NO_TENSOR, (floats(9, 3), "(9, 3)"), (None, "None")],
+            "cache_seqlens": [
+                (None, "None"),
+                (-1, "-1"),
+                (7, "7"),
+                (2.5, "2.5"),
+                (numbers(2, 7), "[2, 7]"),
+                (numbers(2), "(1,)"),
+            ],
+            "cache_batch_idx": [*NO_TENSOR, (numbers(0), "(1,)"), (floats(2), "float32")],
+            "cache_leftpad": [*NO_TENSOR, (numbers(0), "(1,)"), (floats(2), "float32")],
+            "block_table": [(floats(1, 1), "(1, 1)")],
+            "rotary_interleaved": NO_FLAG,
+            "num_splits": NO_WHOLE,
+            "return_softmax_lse": NO_FLAG,
+        },
     ),
     Entry(
         "lazy_attention",

@@ -189,7 +189,8 @@ ENTRIES = {
 
 
 def test_every_entry_is_here() -> None:
-    assert set(compat.__all__) <= set(ENTRIES)
+    # a cache is written in place, and has no gradients
+    assert set(compat.__all__) - {"flash_attn_with_kvcache"} <= set(ENTRIES)
 
 
 class Looking(TorchDispatchMode):

@@ -1,6 +1,7 @@
 """Other libraries' signatures on top of `backlight.attention`: change the import, keep the code.
 
 from backlight.compat import flash_attn_func                 # was: from flash_attn import flash_attn_func
+from backlight.compat.flash_attn_interface import flash_attn_func        # was: from flash_attn_interface import ...
 from backlight.compat import lazy_attention                  # Lazy Attention's published call
 from backlight.compat import triangle_attention, attention_pair_bias        # was: from cuequivariance_torch import ...
 from backlight.compat import DS4Sci_EvoformerAttention       # was: from deepspeed.ops.deepspeed4science import ...
@@ -16,6 +17,7 @@ from backlight.compat.flash_attn import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
 from backlight.compat.lazy import lazy_attention
 from backlight.compat.sdpa import scaled_dot_product_attention
@@ -29,6 +31,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "lazy_attention",
     "scaled_dot_product_attention",
     "triangle_attention",

@@ -1,14 +1,13 @@
-"""Arguments of FlashAttention 2's functions: checked, and as keywords of the public call."""
+"""Arguments of FlashAttention's functions: checked, and as keywords of the public call."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-import backlight
 from backlight.arguments import (
+    BORDERS,
     FLOATS,
     INTEGERS,
     check_device,
@@ -19,6 +18,22 @@ from backlight.arguments import (
     check_whole,
     shown,
 )
+
+# by name, why something that is not None is refused
+REFUSED = {
+    "block_table": "backlight does not read paged keys",
+    "page_table": "backlight does not read paged keys",
+    "qv": "backlight has no second product in its scores",
+    "q_descale": "backlight does not scale fp8 inputs",
+    "k_descale": "backlight does not scale fp8 inputs",
+    "v_descale": "backlight does not scale fp8 inputs",
+}
+
+
+def refuse(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} must be None, got {shown(value)}: {REFUSED[name]}")
 
 
 def unbound(name: str, packed: Any, layout: str, parts: int) -> tuple[Tensor, ...]:
@@ -46,14 +61,49 @@ def check_longest(name: str, value: Any) -> None:
     check_whole(name, value, least=0)
 
 
-def options_of(dropout_p: Any, softmax_scale: Any, causal: bool, window_size: Any, softcap: Any) -> dict[str, Any]:
+def check_schedule(num_splits: Any = 0, pack_gqa: Any = None, sm_margin: Any = 0) -> None:
+    """How FlashAttention's kernels share out their work. Ours do that themselves: a good value changes nothing."""
+    check_whole("num_splits", num_splits, least=0)
+    check_whole("sm_margin", sm_margin, least=0)
+    if pack_gqa is not None:
+        check_flag("pack_gqa", pack_gqa)
+
+
+def check_per_sequence(name: str, value: Any, sequences: int, q: Tensor) -> None:
+    """One whole number for each sequence; the numbers themselves are not read."""
+    check_tensor(name, value)
+    check_dtype(name, value, BORDERS)
+    if tuple(value.shape) != (sequences,):
+        raise ValueError(f"{name} must be [{sequences}], one per sequence, got shape {tuple(value.shape)}")
+    check_device(name, value, "q", q.device)
+
+
+def check_slopes(alibi_slopes: Any, q: Tensor, sequences: int) -> None:
+    heads = q.shape[-2]
+    check_tensor("alibi_slopes", alibi_slopes)
+    if tuple(alibi_slopes.shape) not in ((heads,), (sequences, heads)):
+        shape = tuple(alibi_slopes.shape)
+        raise ValueError(f"alibi_slopes must be [{heads}], one per query head, or [{sequences}, {heads}], got shape {shape}")
+    check_dtype("alibi_slopes", alibi_slopes, FLOATS)
+    check_device("alibi_slopes", alibi_slopes, "q", q.device)
+
+
+def options_of(
+    dropout_p: Any, softmax_scale: Any, causal: bool, window_size: Any, softcap: Any, deterministic: bool
+) -> dict[str, Any]:
     """Keywords of the public call."""
     check_number("dropout_p", dropout_p)
     if dropout_p:
         raise NotImplementedError(f"dropout_p must be 0, got {dropout_p}: backlight has no attention dropout")
     check_number("softmax_scale", softmax_scale, optional=True)
     check_number("softcap", softcap, least=0)
-    return {"causal": causal, "window": _window(window_size), "scale": softmax_scale, "softcap": softcap or None}
+    return {
+        "causal": causal,
+        "window": _window(window_size),
+        "scale": softmax_scale,
+        "softcap": softcap or None,
+        "deterministic": deterministic or None,
+    }
 
 
 def _window(window_size: Any) -> tuple[int | None, int | None]:
@@ -63,22 +113,3 @@ def _window(window_size: Any) -> tuple[int | None, int | None]:
         check_whole(f"window_size {side}", reach, least=-1)
     left, right = (None if reach == -1 else reach for reach in window_size)
     return left, right
-
-
-def longest_of(cu_seqlens: Tensor, total: int) -> int:
-    """Length of the longest sequence; `total` where reading it would break a graph."""
-    if torch.compiler.is_compiling() or cu_seqlens.device.type == "meta" or cu_seqlens.shape[0] < 2:
-        return total
-    return min(total, int(cu_seqlens.diff().max()))
-
-
-def bias_of(alibi_slopes: Any, q: Tensor, causal: bool, sq: int, sk: int) -> dict[str, Any]:
-    """The slopes as a bias by distance, for up to `sq` rows and `sk` keys."""
-    heads = q.shape[-2]
-    check_tensor("alibi_slopes", alibi_slopes)
-    if tuple(alibi_slopes.shape) != (heads,):
-        shape = tuple(alibi_slopes.shape)
-        raise NotImplementedError(f"alibi_slopes must be [{heads}], one per query head, got shape {shape}")
-    check_dtype("alibi_slopes", alibi_slopes, FLOATS)
-    check_device("alibi_slopes", alibi_slopes, "q", q.device)
-    return backlight.alibi(alibi_slopes, sq, sk, causal=causal)
