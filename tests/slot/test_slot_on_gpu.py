@@ -1,4 +1,4 @@
-"""The slot taken for real: SDPA, packed sequences and nested tensors on a card, forward and backward, and what goes to torch."""
+"""The slot taken for real: SDPA, packed sequences and nested tensors on a card, and what goes to torch."""
 
 from __future__ import annotations
 

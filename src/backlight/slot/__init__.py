@@ -1,8 +1,8 @@
 """The slot that torch has for flash attention, with our kernels in it: code that calls SDPA runs on them unchanged.
 
-`torch.nn.attention` keeps a registry of who may fill the slot; `import backlight` puts the name BACKLIGHT there and nothing else
-happens before somebody activates it. Then torch's operators for flash attention on CUDA tensors are ours, for eager code, its
-autograd formulas, compiled graphs and captures alike; a call that no kernel of ours takes goes on to the kernel that was there.
+`torch.nn.attention` keeps a registry of who may fill the slot; `import backlight` puts the name BACKLIGHT there, and nothing
+else happens before somebody activates it. Then torch's operators for flash attention on CUDA tensors are ours, for eager code,
+its autograd formulas, compiled graphs and captures alike; what no kernel of ours takes goes on to the kernel that was there.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def state() -> str:
         active = _registry().current_flash_attention_impl()
     except RuntimeError as error:
         return str(error)
-    return (
-        f"backlight.activate() is on\n{_counts}" if active == NAME else "torch's own kernels; backlight.activate() changes that"
-    )
+    if active != NAME:
+        return "torch's own kernels; backlight.activate() changes that"
+    return f"backlight.activate() is on\n{_counts}"
 
 
 def _registry() -> Any:
@@ -103,9 +103,7 @@ def occupy() -> Occupied:
     """Put our kernels into the slot; the registry calls this."""
     global _counts
     if torch.version.hip:
-        raise RuntimeError(
-            "backlight.activate() is for CUDA: on ROCm torch lays the results of its flash operators out in another way"
-        )
+        raise RuntimeError("backlight.activate() is for CUDA: on ROCm torch's flash operators have other results")
     _counts = Counts()
     if not torch.cuda.is_available():
         return Occupied(None, lambda: None)

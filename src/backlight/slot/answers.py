@@ -1,4 +1,4 @@
-"""torch's flash operators, answered by our kernels: its arguments, layouts and conventions on one side, a bound call on the other.
+"""torch's flash operators, answered by our kernels: its arguments and layouts on one side, a bound call on the other.
 
 Where they differ: operators named after SDPA have [B, H, S, D], the others [B, S, H, D] or, packed, [T, H, D]. A row that sees
 no key has lse +inf there and -inf here. Both align causal rows to the bottom right; SDPA itself, which aligns to the top left,
