@@ -53,7 +53,7 @@ def main() -> None:
         torch.cuda.synchronize()
         return steps * x.shape[0] * x.shape[1] / (time.perf_counter() - begin), loss.item()
 
-    console, counts = Console(), None
+    console = Console()
     for _ in range(3):
         torch.compiler.reset()
         run(3)
@@ -62,10 +62,9 @@ def main() -> None:
             torch.compiler.reset()
             run(3)
             after, loss_after = run(asked.steps)
-        console.print(
-            f"{before:,.0f} tokens/s before, {after:,.0f} after ({after / before:.2f}x); loss {loss_before:.6f}, {loss_after:.6f}"
-        )
-    console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, length {asked.length}: {counts}")
+        console.print(f"{before:,.0f} tokens/s before, {after:,.0f} after ({after / before:.2f}x)")
+        console.print(f"loss {loss_before:.6f} before, {loss_after:.6f} after; {counts}")
+    console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, length {asked.length}, compiled: {asked.compile}")
 
 
 if __name__ == "__main__":

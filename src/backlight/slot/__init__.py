@@ -118,7 +118,8 @@ def registered(key: str, answers: Answers) -> Any:
         for name, method in FLASH_OPERATORS.items():
             if hasattr(torch.ops.aten, name):
                 original = torch.library.get_kernel(f"aten::{name}", key)
-                library.impl(name, _ours_or(original, getattr(answers, method), answers.counts), key, with_keyset=True)
+                answer = _ours_or(original, getattr(answers, method), answers.counts)
+                library.impl(name, answer, key, with_keyset=True, allow_override=True)
     return library
 
 
