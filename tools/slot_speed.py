@@ -64,7 +64,9 @@ def main() -> None:
             after, loss_after = run(asked.steps)
         console.print(f"{before:,.0f} tokens/s before, {after:,.0f} after ({after / before:.2f}x)")
         console.print(f"loss {loss_before:.6f} before, {loss_after:.6f} after; {counts}")
-    console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, length {asked.length}, compiled: {asked.compile}")
+    console.print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, length {asked.length}, compiled: {asked.compile}"
+    )
 
 
 if __name__ == "__main__":
