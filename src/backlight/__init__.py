@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from backlight.attention_statistics import AttentionStatistics, statistics
     from backlight.errors import Unsupported
     from backlight.slopes import alibi
+    from backlight.slot import activate, activated, deactivate
     from backlight.spec import AttentionSpec
     from backlight.tangents import attention_jvp, attention_varlen_jvp
 
@@ -23,11 +24,14 @@ __all__ = [
     "Explanation",
     "Unsupported",
     "__version__",
+    "activate",
+    "activated",
     "alibi",
     "attention",
     "attention_jvp",
     "attention_varlen",
     "attention_varlen_jvp",
+    "deactivate",
     "doctor",
     "explain",
     "mask",
@@ -45,7 +49,14 @@ HOMES = {
     "explain": "api",
 }
 # loaded by who asks for them
-LATER = {"AttentionStatistics": "attention_statistics", "alibi": "slopes", "statistics": "attention_statistics"}
+LATER = {
+    "AttentionStatistics": "attention_statistics",
+    "activate": "slot",
+    "activated": "slot",
+    "alibi": "slopes",
+    "deactivate": "slot",
+    "statistics": "attention_statistics",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -62,6 +73,14 @@ def __getattr__(name: str) -> Any:
 def _load() -> None:
     for name, home in HOMES.items():
         globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    # a name for `activate_flash_attention_impl`: nothing of ours runs, or is loaded, before somebody asks for it
+    offer = getattr(importlib.import_module("torch.nn.attention"), "register_flash_attention_impl", None)
+    if offer is not None:
+        offer("BACKLIGHT", register_fn=_occupy_slot)
+
+
+def _occupy_slot() -> Any:
+    return importlib.import_module(f"{__name__}.slot").occupy()
 
 
 def __dir__() -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from backlight import __version__, registry
+from backlight import __version__, registry, slot
 from backlight._private import torch as private_torch
 
 NOT_INSTALLED = "not installed"
@@ -94,6 +94,8 @@ def show(console: Console) -> None:
         machine.add_row(name, value)
     if not torch.cuda.is_available():
         machine.add_row("cuda", "no device, or a torch built without CUDA", style="dim")
+    machine.add_section()
+    machine.add_row("sdpa", slot.state())
     console.print(machine)
 
     backends = Table(title="Backends, in the order they are tried", title_justify="left")

@@ -15,6 +15,7 @@ import torch
 from backlight._private.names import Cost, Names
 
 _OPERATORS = "every call goes through torch's dispatcher, which costs host time"
+_NO_CUDNN = "backlight.activate() switches cuDNN off in SDPA, for calls with a mask too"
 
 NAMES = Names(
     {
@@ -36,6 +37,9 @@ NAMES = Names(
         "torch.utils._pytree.register_pytree_node": Cost("a mask is no tree of tensors: vmap and export do not look into it"),
         "torch._assert_async": Cost("conditions that only values decide go through another operator"),
         "torch._functorch.config": Cost("FlexAttention's backward may not be timed alone", gpu=True),
+        "torch._fused_sdp_choice": Cost(_NO_CUDNN, gpu=True),
+        "torch._C._get_sdp_priority_order": Cost(_NO_CUDNN, gpu=True),
+        "torch._C._set_sdp_priority_order": Cost(_NO_CUDNN, gpu=True),
     }
 )
 
@@ -99,6 +103,21 @@ assert_in_graph: Callable[[Any, str], None] = NAMES.take(
 
 # a class whose instances are trees of tensors, how to take one apart and how to put it together
 register_pytree: Callable[..., Any] = NAMES.take("torch.utils._pytree.register_pytree_node", lambda *_, **__: None)
+
+# --- SDPA's flash slot -------------------------------------------------------------------------------------------------------
+
+# torch's operators for flash attention, and what answers each (`slot.answers`); the last is new in 2.12
+FLASH_OPERATORS = {
+    "_scaled_dot_product_flash_attention": "sdpa",
+    "_scaled_dot_product_flash_attention_backward": "sdpa_backward",
+    "_flash_attention_forward": "flash",
+    "_flash_attention_backward": "flash_backward",
+    "_flash_attention_forward_no_dropout_inplace": "flash_in_place",
+}
+# which kernel SDPA takes for q, k, v, as a number; the order in which it asks them; None: not to be had
+which_kernel: Any = NAMES.take("torch._fused_sdp_choice", None)
+kernel_order: Any = NAMES.take("torch._C._get_sdp_priority_order", None)
+set_kernel_order: Any = NAMES.take("torch._C._set_sdp_priority_order", None)
 
 # --- for the doctor and the benchmarks ---------------------------------------------------------------------------------------
 
