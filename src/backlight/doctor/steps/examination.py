@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from backlight.doctor.defects.catalogue import BY_ID, about
 from backlight.doctor.defects.games import GAMES
-from backlight.doctor.report.model import FORWARD_MODE, Finding, Probe, Report, Where
+from backlight.doctor.report.model import Finding, Probe, Report, Where
 from backlight.doctor.report.words import counted
 from backlight.doctor.steps import adversarial, convention, deep, forward_mode, probes, taps, usable, verdict
 from backlight.doctor.steps.compare import TRUTH_OF, Comparison, compare, judged
@@ -274,8 +274,7 @@ class Examination(Sheet):
             return ranked[0]
         if any(f.id in ("stale-rows", "gradient-missing") for f in self.findings) or self._only_nonfinite(comparisons):
             return None
-        rows = [row for row in self.rows if row.name not in FORWARD_MODE]
-        self.add(verdict.lower_precision(problem, cs) or verdict.open_finding(rows, problem, cs, ids, ranked))
+        self.add(verdict.lower_precision(problem, cs) or verdict.open_finding(self.seen_rows(), problem, cs, ids, ranked))
         return None
 
     def _candidates(

@@ -65,6 +65,11 @@ class Sheet:
     def add(self, finding: Finding) -> None:
         self.findings.append(finding)
 
+    def seen_rows(self) -> list[StageRow]:
+        """Rows of both directions, those that probes recovered among them, in the order in which things are computed."""
+        rows = [row for row in (*self.rows, *self.extra_rows) if row.name not in FORWARD_MODE]
+        return sorted(rows, key=lambda row: verdict.ORDER.index(row.name))
+
     def finish(self, health: dict[str, Any], seconds: float) -> Report:
         findings = sorted(self.findings, key=lambda f: -f.score)
         serious = [f for f in findings if f.severity in ("defect", "test-fault")]
@@ -82,9 +87,10 @@ class Sheet:
         if finding.severity == "precision":
             for row in self.rows:
                 row.status = "precision" if row.name == finding.stage and row.status == "ok" else row.status
-        if finding.explained is None or finding.stage not in verdict.ORDER:
-            return
         rows = [*self.rows, *self.extra_rows]
+        inferred = finding.id == "open" and not any(row.name == finding.stage for row in rows)
+        if (finding.explained is None and not inferred) or finding.stage not in verdict.ORDER:
+            return
         for row in rows:
             if (row.name in FORWARD_MODE) != (finding.stage in FORWARD_MODE):
                 continue
