@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from backlight.doctor import Subject, diagnose
+from backlight.doctor.defects import broken
 from backlight.doctor.steps import accused
 from backlight.spec import AttentionSpec
 
@@ -93,3 +94,90 @@ def test_what_was_seen_to_be_right_is_not_accused():
 @pytest.mark.parametrize("pattern", accused.ACCUSED)
 def test_every_pattern_accuses_something(pattern):
     assert accused.ACCUSED[pattern]
+
+
+# --- what remains after a finding ---------------------------------------------------------------------------------------------
+
+
+class StaleAndScaled(broken.StaleRows):
+    def backward(self, call, dy, dlse):
+        out = super().backward(call, dy, dlse)
+        return out | {"dk": out["dk"] * 3}
+
+
+class InPlaceAndScaled(broken.InPlace):
+    def backward(self, call, dy, dlse):
+        out = super().backward(call, dy, dlse)
+        return out | {"dk": out["dk"] * 3}
+
+
+class RaceAndScaled(broken.Race):
+    def backward(self, call, dy, dlse):
+        out = super().backward(call, dy, dlse)
+        return out | {"dv": out["dv"] * 3}
+
+
+class StrideAndStale(broken.StaleRows):
+    def backward(self, call, dy, dlse):
+        return super().backward(call, broken.misread(dy), dlse)
+
+
+def examined(maker, **settings):
+    subject = Subject(broken.attention_of(maker()), layout="BHSD")
+    return diagnose(subject, CAUSAL, **{"shape": (1, 2, 72, 16), "dtype": torch.bfloat16} | settings)
+
+
+TWO_DEFECTS = {
+    StaleAndScaled: ("stale-rows", "scale-dk", "with fresh memory set to 0"),
+    InPlaceAndScaled: ("input-changed", "scale-dk", "with the inputs put back"),
+    RaceAndScaled: ("race-lost-update", "scale-dv", "in what repeats itself"),
+}
+
+
+@pytest.mark.parametrize("maker", TWO_DEFECTS)
+def test_a_finding_does_not_silence_another(maker):
+    """Memory, races and changed inputs were once the only thing said about a kernel that had them."""
+    first, second, words = TWO_DEFECTS[maker]
+    found = {finding.id: finding for finding in examined(maker).findings}
+    assert list(found)[:2] in ([first, second], [first, "accumulate-repeated"])
+    other = list(found.values())[1]
+    assert any(line.startswith(f"this remains {words}") for line in other.evidence)
+
+
+@pytest.mark.parametrize("name", ["stale-rows", "input-changed"])
+def test_what_turns_healthy_by_its_own_next_check_is_all_there_is(name):
+    report = diagnose(broken.subject(name), CAUSAL, shape=(1, 2, 72, 16), dtype=torch.bfloat16)
+    assert [f.id for f in report.findings] == [name]
+    assert report.findings[0].evidence[-1].endswith("everything is right")
+
+
+def test_a_stride_is_told_beside_memory_that_nobody_wrote():
+    found = [finding.id for finding in examined(StrideAndStale).findings]
+    assert {"stale-rows", "do-stride"} <= set(found)
+
+
+# --- the run in which it fails ------------------------------------------------------------------------------------------------
+
+
+def test_the_report_shows_the_run_in_which_it_fails():
+    """With a contiguous dO nothing is wrong, and a report of that run is green from end to end."""
+    report = diagnose(broken.subject("do-stride"), CAUSAL, shape=(2, 4, 40, 64))
+    assert report.findings[0].id == "do-stride"
+    rows = {row.name: row for row in report.stages}
+    assert (rows["dp"].status, rows["o"].status) == ("culprit", "ok")
+    assert {rows[name].status for name in ("dq", "dk", "dv")} == {"inherited"}
+    assert any("show the run with an expanded dO of ones" in note for note in report.recipe["notes"])
+    shown = {p.data["stage"]: p.data for p in report.pictures if p.kind == "head_tile"}
+    assert max(max(row) for row in shown["dv"]["values"]) > shown["dv"]["limit"]
+
+
+def test_rows_of_a_wrong_first_run_stay_those_of_that_run():
+    class StrideAndScaled(broken.DoStride):
+        def backward(self, call, dy, dlse):
+            out = super().backward(call, dy, dlse)
+            return out | {"dk": out["dk"] * 3}
+
+    report = examined(StrideAndScaled)
+    assert {f.id for f in report.findings} >= {"do-stride"}
+    rows = {row.name: row.status for row in report.stages}
+    assert (rows["dk"], rows["dq"]) == ("culprit", "ok")

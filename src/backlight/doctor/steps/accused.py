@@ -28,7 +28,7 @@ ACCUSED: dict[tuple[bool, bool, bool] | None, tuple[str, ...]] = {
 }
 NEXT_CHECKS = {
     WEIGHTS: "Put the forward's p, exp(s - lse) under the forward's mask, into the backward: dq, dk and dv must turn healthy.",
-    "ds": "Put delta = the row sum of dO * o, computed outside, into the backward: dq and dk must turn healthy, or dp is wrong.",
+    "ds": "Put delta, the row sum of dO * o computed outside, into the backward: dq and dk turn healthy, or dp is wrong.",
 }
 
 
@@ -43,9 +43,8 @@ def stage(rows: Collection[StageRow], comparisons: Mapping[str, Comparison]) -> 
 
 def _weights_suspected(rows: Collection[StageRow], comparisons: Mapping[str, Comparison]) -> bool:
     """dv = pT dO has no other stage in it: where dO arrives and the forward is right, a wrong dv speaks of the weights."""
-    if "dv" not in comparisons or not comparisons["dv"].bad or any(comparisons[n].bad for n in ("o", "lse") if n in comparisons):
-        return False
-    return not any(row.name in INTERNALS for row in rows)
+    wrong = {name for name, c in comparisons.items() if c.bad}
+    return "dv" in wrong and not wrong & {"o", "lse"} and not any(row.name in INTERNALS for row in rows)
 
 
 def confirmed(pattern: tuple[bool, bool, bool] | None, rows: Collection[StageRow]) -> bool:

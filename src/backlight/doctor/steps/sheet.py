@@ -9,6 +9,7 @@ from backlight.doctor.report.model import FORWARD_MODE, Finding, Picture, Probe,
 from backlight.doctor.steps import verdict
 from backlight.doctor.steps.environment import environment
 from backlight.doctor.steps.expected import expected_zeros
+from backlight.doctor.steps.fresh import MEMORY
 from backlight.doctor.subject.subject import Subject
 from backlight.problems.axes import tensors_of
 from backlight.problems.problem import Problem, shrink
@@ -19,11 +20,13 @@ EXPLAIN_CELLS = 16 * 512 * 512
 # a probe that caught the subject in the act outranks an explanation of a single run
 PROBE_SCORES = {
     "input-changed": 130.0,
-    "stale-rows": 120.0,
+    **dict.fromkeys(MEMORY, 120.0),
     "race-lost-update": 115.0,
     "accumulates-over-calls": 112.0,
     "do-in-flight": 110.0,
 }
+# here the probe names the input that is misread, not the tensors that come out wrong
+MISREAD = ("do-stride", "do-in-flight", "input-stride")
 
 
 class Sheet:
@@ -38,6 +41,7 @@ class Sheet:
         self.findings: list[Finding] = []
         self.extra_rows: list[StageRow] = []
         self.pictures: list[Picture] = []
+        self.shows_failing_run = False
 
     def named(self, name: str, lines: list[str], where: Where | None = None, title: str = "", stage: str | None = None) -> None:
         defect = about(name)
@@ -76,8 +80,10 @@ class Sheet:
         precise = [f for f in findings if f.severity == "precision"]
         outcome = "defect" if serious else "precision" if precise else "healthy"
         headline = (serious or precise)[0].title if serious or precise else "no defect found"
-        if serious or precise:
-            self._blame((serious or precise)[0])
+        # in a run that is not spoiled by a misread input, wrong rows have another cause
+        shown = [f for f in serious if self.shows_failing_run or f.id not in MISREAD]
+        if shown or precise:
+            self._blame((shown or precise)[0])
         for row in self.rows:
             row.settle_local_error()
         return self._report(outcome, headline, findings, health, seconds)
@@ -89,6 +95,7 @@ class Sheet:
                 row.status = "precision" if row.name == finding.stage and row.status == "ok" else row.status
         rows = [*self.rows, *self.extra_rows]
         inferred = finding.id == "open" and not any(row.name == finding.stage for row in rows)
+        inferred |= finding.id in MISREAD
         if (finding.explained is None and not inferred) or finding.stage not in verdict.ORDER:
             return
         for row in rows:

@@ -28,6 +28,7 @@ from backlight.reference.eager import UNROUNDED
 
 # excess over a flash kernel in the backward alone, or in the forward too: 16-bit sums, or 16-bit scores
 EXCESS = 1.15
+WRONG = ("culprit", "inherited", "suspect")
 ORDER = ("s", "p", "lse", "o", "p (bwd)", *STAGE_ORDER[4:], *FORWARD_MODE)
 
 
