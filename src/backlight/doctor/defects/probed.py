@@ -32,6 +32,16 @@ PROBED: dict[str, Defect] = {
             "Fill the scratch buffers with zeros: if the result turns healthy, one of them is read where it is not written.",
         ),
         Defect(
+            "hard-inputs",
+            "right on ordinary inputs and wrong on {detail}",
+            "a running maximum that starts or stays at the wrong value, an exp that leaves its range, or a bound on the scores",
+            "o",
+            "values beyond what a correct kernel gives, on inputs of this recipe only",
+            "Run with --recipe {detail}: the defect must show at every level.",
+            family="lse",
+            confirm="inputs of other recipes",
+        ),
+        Defect(
             "hidden-reached",
             "positions that a row may not see change its result: {detail}",
             "hidden keys are loaded and multiplied by a weight that is small and not 0, or a bound is one tile too far",
