@@ -31,6 +31,20 @@ PROBED: dict[str, Defect] = {
             "other numbers in fresh memory change values, neither to those numbers nor by a multiple of them",
             "Fill the scratch buffers with zeros: if the result turns healthy, one of them is read where it is not written.",
         ),
+        *(
+            Defect(
+                f"cut-{name}",
+                f"{name} is cut to 16 bits, not rounded: errors lean towards zero",
+                f"the lower bits of {name} are dropped instead of rounded to nearest",
+                name,
+                f"{leaning} too small by a fraction of eps, in nearly all rows",
+                f"Keep {name} in fp32, or round to nearest: the lean must go away.",
+                family="precision",
+                confirm="signed errors",
+                severity="precision",
+            )
+            for name, leaning in (("p", "o and dv"), ("o", "o"), ("ds", "dq and dk"))
+        ),
         Defect(
             "hard-inputs",
             "right on ordinary inputs and wrong on {detail}",

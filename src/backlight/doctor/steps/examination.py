@@ -16,7 +16,7 @@ from backlight.doctor.defects.games import GAMES
 from backlight.doctor.defects.probed import PROBED
 from backlight.doctor.report.model import FORWARD_MODE, Finding, Probe, Report, Where
 from backlight.doctor.report.words import counted
-from backlight.doctor.steps import adversarial, convention, deep, forward_mode, probes, remedies, usable, verdict
+from backlight.doctor.steps import adversarial, convention, deep, forward_mode, probes, remedies, signed, usable, verdict
 from backlight.doctor.steps.compare import TRUTH_OF, Comparison, compare, judged
 from backlight.doctor.steps.environment import self_check
 from backlight.doctor.steps.explain import Explanation, explain
@@ -180,7 +180,8 @@ class Examination(Sheet):
         tangents = {} if seen is None else seen.comparisons
         self._nonfinite(comparisons | tangents)
         if not any(f.severity != "note" for f in self.findings):
-            found = verdict.precision_finding(problem, comparisons, self.probes) or verdict.coarse_tangents(problem, tangents)
+            found = signed.cut(problem, comparisons) or verdict.precision_finding(problem, comparisons, self.probes)
+            found = found or verdict.coarse_tangents(problem, tangents)
             if found is not None:
                 self.add(found)
             elif self.level == "quick" and verdict.precision_hint(problem, comparisons):
@@ -308,6 +309,10 @@ class Examination(Sheet):
         bad = [c for c in comparisons.values() if c.bad]
         broken_laws = [i for i in laws if not i.holds]
         if not bad and not broken_laws:
+            return None
+        leaning = signed.cut(self.problem, comparisons)
+        if leaning is not None:
+            self.add(leaning)
             return None
         ranked, problem, _, cs, ids = self._candidates(values, comparisons, laws, again=remains is None)
         if ranked and ranked[0].fits:
