@@ -17,6 +17,7 @@ from test_trouble import doctor
 from backlight.doctor.command import serve, tools
 from backlight.doctor.defects.catalogue import BY_ID
 from backlight.doctor.defects.games import GAMES
+from backlight.doctor.defects.probed import PROBED
 from backlight.doctor.report import json as report_json
 from backlight.doctor.report import line, model, sarif
 from backlight.doctor.report.schema import schema, text
@@ -177,7 +178,7 @@ def test_a_question_that_cannot_be_answered_is_said(name, arguments, says):
 
 
 def test_every_finding_can_be_explained():
-    for name in (*BY_ID, *GAMES, "open"):
+    for name in (*BY_ID, *GAMES, *PROBED, "open"):
         found, said = tools.explain_finding({"id": name})
         assert found["id"] == name
         assert said

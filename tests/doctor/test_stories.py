@@ -87,7 +87,9 @@ def test_case_c_only_head_0_receives_gradients() -> None:
     report = doctor.diagnose(broken.subject("case-c"), CAUSAL, shape=SHAPE)
     finding = report.findings[0]
     assert finding.id == "do-stride"
-    assert all(row.status == "ok" for row in report.stages), "with a contiguous dO nothing is wrong"
+    rows = {row.name: row.status for row in report.stages}
+    assert (rows["dp"], rows["o"]) == ("culprit", "ok"), "the report shows the run with an expanded dO, in which it fails"
+    assert {rows[name] for name in ("dq", "dk", "dv")} == {"inherited"}
     assert next(p for p in report.probes if p.name == "expanded dO").passed is False
     assert report.location.split(":")[0].endswith("broken.py")
     assert int(report.location.split(":")[1]) > 0

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
+
+BLOCK = 32
 
 
 def _gaussian(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -31,6 +34,23 @@ def _low_lse(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return q + shift, k - shift
 
 
+def _jumps(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """All logits of a block of 32 rows near -50, those of the next near +50: lse jumps by 100, more than exp can hold."""
+    shift = (50 / (_positive(scale) * q.shape[-1])) ** 0.5
+    blocks = torch.arange(q.shape[-2], device=q.device) // BLOCK
+    return q + shift * (2.0 * (blocks % 2) - 1)[:, None].to(q.dtype), k + shift
+
+
+def _outliers(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One channel of q and k is eight times the others, as in trained models; one key stands out by as much again."""
+    q, k = q.clone(), k.clone()
+    q[..., 0] *= 8
+    k[..., 0] *= 8
+    if k.shape[-2]:
+        k[..., k.shape[-2] // 2, :] *= 4
+    return q, k
+
+
 def _positive(scale: float) -> float:
     if not scale > 0:
         raise ValueError(f"this recipe aims at scores of a certain size, for which scale must be > 0, got {scale}")
@@ -42,4 +62,6 @@ RECIPES: dict[str, Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]] = {
     "peaky": _peaky,
     "dominant": _dominant,
     "low_lse": _low_lse,
+    "jumps": _jumps,
+    "outliers": _outliers,
 }

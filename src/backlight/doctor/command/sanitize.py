@@ -20,6 +20,7 @@ from pathlib import Path
 from backlight.doctor.command import repro
 from backlight.doctor.report.model import Finding, Probe, Report, Severity
 from backlight.doctor.report.words import counted
+from backlight.doctor.steps.fresh import MEMORY
 from backlight.doctor.subject.capture import save_capture
 from backlight.doctor.subject.case import Case
 
@@ -42,7 +43,7 @@ class Tool:
 TOOLS = (
     Tool("memcheck", "memory outside a tensor is read or written", "defect", ("head-pollution", "nan-cell", "stale-rows")),
     Tool("racecheck", "shared memory is used by two threads without a barrier between", "note", ("race-lost-update",)),
-    Tool("initcheck", "memory is read that nobody wrote", "note", ("stale-rows", "accumulates-over-calls")),
+    Tool("initcheck", "memory is read that nobody wrote", "note", (*MEMORY, "accumulates-over-calls")),
 )
 
 

@@ -123,8 +123,11 @@ KNOWN_OF_A_DEFECT = ("id", "family", "stage", "title", "does", "signal", "confir
 def list_defects(arguments: Mapping[str, Any]) -> Found:
     from backlight.doctor.defects.catalogue import families
     from backlight.doctor.defects.games import GAMES
+    from backlight.doctor.defects.probed import PROBED
 
     wanted, known = arguments.get("family"), families() | {"gaming": list(GAMES.values())}
+    for defect in PROBED.values():
+        known.setdefault(defect.family, []).append(defect)
     if wanted is not None and wanted not in known:
         raise ValueError(f"no family is called {wanted!r}; there are {', '.join(known)}")
     chosen = [defect for family, defects in known.items() if wanted in (None, family) for defect in defects]

@@ -28,6 +28,7 @@ from backlight.doctor.defects import (
 )
 from backlight.doctor.defects.defect import Defect
 from backlight.doctor.defects.games import GAMES
+from backlight.doctor.defects.probed import PROBED
 from backlight.spec import AttentionSpec
 
 # earlier groups win ties: the plainest explanation first
@@ -72,8 +73,8 @@ def get(name: str) -> Defect:
 
 
 def about(name: str) -> Defect:
-    """What a finding's id means: an entry of the catalogue, a name of level `adversarial`, or `open`."""
-    return OPEN if name == OPEN.id else GAMES[name] if name in GAMES else get(name)
+    """What a finding's id means: an entry of the catalogue, a name of level `adversarial` or of a probe, or `open`."""
+    return {OPEN.id: OPEN, **GAMES, **PROBED}.get(name) or get(name)
 
 
 def names() -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from backlight.doctor.report.model import FORWARD_MODE, Picture, Probe, StageRow
-from backlight.doctor.steps import convention, exact, tomography
+from backlight.doctor.steps import convention, exact, hard_inputs, tomography
 from backlight.doctor.steps.compare import compare, judged
 from backlight.doctor.steps.explain import explain
 from backlight.doctor.steps.invariants import identities
@@ -28,7 +28,7 @@ REFUSALS = convention.REFUSALS
 
 def run(sheet: Sheet, bench: Bench) -> None:
     """Adds probes, stage rows, pictures and findings to the sheet."""
-    steps: list[Callable[[Sheet, Bench], None]] = [_tomography, _exact, _through_lse]
+    steps: list[Callable[[Sheet, Bench], None]] = [_tomography, _exact, _through_lse, hard_inputs.run]
     if sheet.level == "forensic":
         steps.append(_lengths)
     for step in steps:
@@ -40,7 +40,8 @@ def run(sheet: Sheet, bench: Bench) -> None:
             raise
         except REFUSALS as error:
             first = str(error).splitlines()[0][:200] if str(error) else repr(error)
-            sheet.probes.append(Probe(step.__name__.strip("_").replace("_", " "), None, f"the subject refused: {first}"))
+            name = "hard inputs" if step is hard_inputs.run else step.__name__.strip("_").replace("_", " ")
+            sheet.probes.append(Probe(name, None, f"the subject refused: {first}"))
         for found in sheet.probes[count:]:
             found.seconds = found.seconds or (time.perf_counter() - started) / max(1, len(sheet.probes) - count)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,16 +13,19 @@ from typing_extensions import Unpack
 
 from backlight.doctor.defects.catalogue import BY_ID, about
 from backlight.doctor.defects.games import GAMES
+from backlight.doctor.defects.probed import PROBED
 from backlight.doctor.report.model import FORWARD_MODE, Finding, Probe, Report, Where
 from backlight.doctor.report.words import counted
-from backlight.doctor.steps import adversarial, convention, deep, forward_mode, probes, taps, usable, verdict
+from backlight.doctor.steps import adversarial, convention, deep, forward_mode, probes, remedies, signed, usable, verdict
 from backlight.doctor.steps.compare import TRUTH_OF, Comparison, compare, judged
 from backlight.doctor.steps.environment import self_check
 from backlight.doctor.steps.explain import Explanation, explain
+from backlight.doctor.steps.fresh import MEMORY
 from backlight.doctor.steps.invariants import Identity, identities
-from backlight.doctor.steps.localise import ROW_TENSORS, local_values, only_in_empty_rows
+from backlight.doctor.steps.localise import ROW_TENSORS, only_in_empty_rows
+from backlight.doctor.steps.look import Look, look
 from backlight.doctor.steps.pictures import pictures
-from backlight.doctor.steps.sheet import Sheet
+from backlight.doctor.steps.sheet import MISREAD, Sheet
 from backlight.doctor.steps.watched import in_child
 from backlight.doctor.subject import interpreted
 from backlight.doctor.subject.apart import Limits
@@ -36,8 +39,6 @@ from backlight.problems.problem import Problem, recast
 from backlight.spec import AttentionSpec
 
 LEVELS = ("quick", "full", "forensic", "adversarial")
-# here the probe names the input that is misread, not the tensors that come out wrong
-MISREAD = ("do-stride", "do-in-flight", "input-stride")
 
 
 def diagnose(
@@ -163,23 +164,16 @@ class Examination(Sheet):
 
     def examine(self, observed: Observed, values: dict[str, Tensor]) -> None:
         problem = self.problem
-        known = judged(values, problem)
-        wrong_shape = [n for n, x in known.items() if x.shape != problem.truth[TRUTH_OF.get(n, n)].shape]
-        for name in wrong_shape:
+        first = look(problem, values)
+        for name, x in first.misshapen.items():
             wanted = tuple(problem.truth[TRUTH_OF.get(name, name)].shape)
-            self.add(
-                Finding("open", f"{name} has shape {tuple(known[name].shape)} instead of {wanted}", stage=name, score=90.0)
-            )
-        known = {n: x for n, x in known.items() if n not in wrong_shape}
-        comparisons = {n: compare(n, x, problem) for n, x in known.items()}
-        laws = identities(problem, known)
-        local = local_values(problem, values) if "o" in known else {}
-        self.rows = verdict.stage_rows(problem, known, comparisons, local)
-        self.rows = sorted([*self.rows, *taps.rows(problem, values, local)], key=lambda row: verdict.ORDER.index(row.name))
+            self.add(Finding("open", f"{name} has shape {tuple(x.shape)} instead of {wanted}", stage=name, score=90.0))
+        comparisons = first.comparisons
+        self.rows = first.rows
         self._observed_faults(observed)
         seen = forward_mode.look(self, observed, values)
-        self._probe(observed)
-        explained = self._explain(known, comparisons, laws)
+        bench = self._probe(observed)
+        explained = self._explain_what_remains(bench, first)
         if seen is not None:
             forward_mode.conclude(self, seen, comparisons, explained)
             if self.level != "quick":
@@ -187,12 +181,32 @@ class Examination(Sheet):
         tangents = {} if seen is None else seen.comparisons
         self._nonfinite(comparisons | tangents)
         if not any(f.severity != "note" for f in self.findings):
-            found = verdict.precision_finding(problem, comparisons, self.probes) or verdict.coarse_tangents(problem, tangents)
+            found = signed.cut(problem, comparisons) or verdict.precision_finding(problem, comparisons, self.probes)
+            found = found or verdict.coarse_tangents(problem, tangents)
             if found is not None:
                 self.add(found)
             elif self.level == "quick" and verdict.precision_hint(problem, comparisons):
                 self.notes.append(verdict.precision_hint(problem, comparisons))
-        self.pictures += pictures(comparisons | tangents, self.probes, problem)
+        shown = self._show_the_failing_run(bench) or comparisons
+        self.pictures += pictures(shown | tangents, self.probes, problem)
+
+    def _show_the_failing_run(self, bench: probes.Bench) -> dict[str, Comparison]:
+        """Rows, and comparisons for the pictures, of the run that a probe failed in, where the first run is right."""
+        found = max((f for f in self.findings if f.id in bench.failing), key=lambda f: f.score, default=None)
+        if found is None or any(row.status in verdict.WRONG for row in self.rows):
+            return {}
+        run = bench.failing[found.id]
+        values = convention.natural_lse(self.subject, run.problem, dict(run.observed.values), [])
+        convention.fill_empty_rows(run.problem, values)
+        failing = look(run.problem, values)
+        if not any(row.status in verdict.WRONG for row in failing.rows):
+            return {}
+        self.shows_failing_run = True
+        tangents = [row for row in self.rows if row.name in FORWARD_MODE]
+        self.rows = [*failing.rows, *tangents]
+        self.extra_rows = [row for row in self.extra_rows if row.name not in {shown.name for shown in failing.rows}]
+        self.notes.append(f"stages and pictures show the run {run.words}, in which it fails; the first run is right")
+        return failing.comparisons
 
     def _observed_faults(self, observed: Observed) -> None:
         if observed.changed_inputs:
@@ -208,7 +222,7 @@ class Examination(Sheet):
                 "gradient-missing", [f"autograd returned nothing for {names}"], title=f"no gradient arrives: {names} missing"
             )
 
-    def _probe(self, observed: Observed) -> None:
+    def _probe(self, observed: Observed) -> probes.Bench:
         bench = probes.Bench(self.subject, self.problem, observed)
         chosen = {
             "quick": probes.QUICK,
@@ -216,16 +230,21 @@ class Examination(Sheet):
             "forensic": probes.FORENSIC,
             "adversarial": (*probes.QUICK, *adversarial.PROBES),
         }[self.level]
-        if observed.missing or observed.changed_inputs:
-            return
+        if observed.missing:
+            return bench
+        if observed.changed_inputs:
+            bench.subject, bench.base = remedies.put_back(self.subject, self.problem, observed)
+        ran = []
         for run in chosen:
             found = run(bench)
+            ran.append((run, found))
             self.probes.append(found)
             if found.passed is False and found.data.get("finding", "open") != "open":
                 self._probe_finding(found)
-        self._one_cause()
+        self._one_cause(bench, ran)
         if self.level in ("full", "forensic"):
             deep.run(self, bench)
+        return bench
 
     def _probe_finding(self, found: Probe) -> None:
         identifier = found.data["finding"]
@@ -239,7 +258,7 @@ class Examination(Sheet):
         for name, gains in found.data.get("gains", {}).items():
             lines.append(f"{name}: gain per head " + " ".join(f"{g:.3g}" for g in gains))
         stage = (found.data.get("wrong") or [about(identifier).stage])[0]
-        title = about(identifier).title.replace("{detail}", found.detail) if identifier in GAMES else ""
+        title = about(identifier).title.replace("{detail}", found.detail) if identifier in GAMES | PROBED else ""
         if identifier == "atomics-reorder":
             moved = found.data["wrong"]
             title = BY_ID[identifier].title.replace(
@@ -247,41 +266,71 @@ class Examination(Sheet):
             )
         self.named(identifier, lines, where, title, None if identifier in MISREAD else stage)
 
-    def _one_cause(self) -> None:
-        """Memory faults look like races and stride errors too: keep the finding that explains the others."""
+    def _one_cause(self, bench: probes.Bench, ran: list[tuple[Callable[[probes.Bench], Probe], Probe]]) -> None:
+        """Memory faults look like races and stride errors too: keep what explains the others, and what it does not explain."""
         found = {f.id for f in self.findings}
         gone: set[str] = set()
-        if "stale-rows" in found:
-            gone = {"accumulates-over-calls", "race-lost-update", "do-stride", "input-stride"}
+        if found & set(MEMORY):
+            gone = {name for name in remedies.LIKE_STALE if name in found}
+            gone -= remedies.still_there(bench, ran) if gone else set()
         elif "accumulates-over-calls" in found:
             # a kernel that repeats itself keeps nothing from call to call: its gradients for dO = 0 have another cause
             remembers = "race-lost-update" in found
             gone = {"race-lost-update", "do-stride", "input-stride"} if remembers else {"accumulates-over-calls"}
         self.findings = [f for f in self.findings if f.id not in gone]
 
+    def _explain_what_remains(self, bench: probes.Bench, first: Look) -> Explanation | None:
+        """The first run explained, or, beside a finding that spoils it, what is left once its own next check is applied."""
+        remains = remedies.remaining(self.findings, bench)
+        if remains is None:
+            spoiled = any(f.id in remedies.MOVES for f in self.findings)
+            return None if spoiled else self._explain(first.known, first.comparisons, first.laws)
+        values = convention.natural_lse(self.subject, self.problem, remains.values, [])
+        convention.fill_empty_rows(self.problem, values)
+        left = look(self.problem, values)
+        if left.right:
+            remains.finding.evidence.append(f"{remains.words}, everything is right")
+            return None
+        before = len(self.findings)
+        found = self._explain(left.known, left.comparisons, left.laws, remains)
+        for finding in self.findings[before:]:
+            finding.evidence.insert(0, f"this remains {remains.words}")
+            # what spoils a run comes first, whatever else is wrong
+            finding.score = min(finding.score, remains.finding.score - 1)
+        return found
+
     def _explain(
-        self, values: Mapping[str, Tensor], comparisons: dict[str, Comparison], laws: list[Identity]
+        self,
+        values: Mapping[str, Tensor],
+        comparisons: dict[str, Comparison],
+        laws: list[Identity],
+        remains: remedies.Remains | None = None,
     ) -> Explanation | None:
         """Step 5: a name for what the comparison saw, returned where a mutant has it."""
         bad = [c for c in comparisons.values() if c.bad]
         broken_laws = [i for i in laws if not i.holds]
         if not bad and not broken_laws:
             return None
-        if any(f.id in ("race-lost-update", "input-changed", "accumulates-over-calls") for f in self.findings):
+        leaning = signed.cut(self.problem, comparisons)
+        if leaning is not None:
+            self.add(leaning)
             return None
-        ranked, problem, _, cs, ids = self._candidates(values, comparisons, laws)
+        ranked, problem, _, cs, ids = self._candidates(values, comparisons, laws, again=remains is None)
         if ranked and ranked[0].fits:
             self.add(verdict.from_explanation(ranked[0], ranked, problem, cs, ids))
             return ranked[0]
-        if any(f.id in ("stale-rows", "gradient-missing") for f in self.findings) or self._only_nonfinite(comparisons):
+        told = remains is not None and remains.partial
+        if told or any(f.id == "gradient-missing" for f in self.findings) or self._only_nonfinite(comparisons):
             return None
-        rows = [row for row in self.rows if row.name not in FORWARD_MODE]
-        self.add(verdict.lower_precision(problem, cs) or verdict.open_finding(rows, problem, cs, ids, ranked))
+        self.add(verdict.lower_precision(problem, cs) or verdict.open_finding(self.seen_rows(), problem, cs, ids, ranked))
         return None
 
     def _candidates(
-        self, values: Mapping[str, Tensor], comparisons: dict[str, Comparison], laws: list[Identity]
+        self, values: Mapping[str, Tensor], comparisons: dict[str, Comparison], laws: list[Identity], again: bool
     ) -> tuple[list[Explanation], Problem, Mapping[str, Tensor], dict[str, Comparison], list[Identity]]:
+        """Tried on a smaller problem where this one is large, if the subject may run `again` as it is."""
+        if not again and self.smaller_problem() is not None:
+            return [], self.problem, values, comparisons, laws
         smaller = self._smaller()
         if smaller is not None:
             problem, seen, cs = smaller
@@ -313,7 +362,8 @@ class Examination(Sheet):
     def _nonfinite(self, comparisons: Mapping[str, Comparison]) -> None:
         """Values that are not finite are a finding of their own, unless another finding already explains them."""
         wrong = [c for c in comparisons.values() if bool(c.nonfinite.any())]
-        if not wrong or any(f.score >= 100 for f in self.findings):
+        # an input read with other strides makes no NaN in a run that it does not spoil
+        if not wrong or any(f.score >= 100 and f.id not in MISREAD for f in self.findings):
             return
         first = min(wrong, key=lambda c: verdict.ORDER.index(c.name))
         where, lines = verdict.worst_cell(first), [f"{c.name}: {c.nonfinite_words}" for c in wrong]

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backlight import intervals
 from backlight._private.torch import keep_busy
 from backlight.doctor.report.model import Probe
 from backlight.doctor.report.words import counted
+from backlight.doctor.steps import fresh
 from backlight.doctor.subject import layouts
 from backlight.doctor.subject.subject import Observed, Subject
 from backlight.doctor.subject.trouble import CouldNotRun, DeviceLost, Unrepeatable
@@ -29,6 +31,8 @@ from backlight.spec import OF_PAIRS
 # other strides may select another code path with other rounding; a stride error is of order one
 CLOSE = 8.0
 REPEATS = 10
+# key tiles of the probe of hidden positions
+KEY_TILE, MOST_TILES, MOST_PAIRS = 64, 6, 2**26
 # about 10 ms on a GPU of 2 GHz: longer than any launch, short enough to be run on every problem
 IN_FLIGHT_CYCLES = 20_000_000
 # how far beyond its own run-to-run differences a subject may be before another cause is named
@@ -40,6 +44,15 @@ Layouts = Mapping[str, Callable[[Tensor], Tensor]]
 
 
 @dataclass
+class Failing:
+    """A run in which a probe's defect shows: how it differs from the first one, and what came out."""
+
+    words: str
+    problem: Problem
+    observed: Observed
+
+
+@dataclass
 class Bench:
     """A subject, a problem, and the first answer it gave."""
 
@@ -47,6 +60,7 @@ class Bench:
     problem: Problem
     base: Observed
     spread: dict[str, float] = field(default_factory=dict)
+    failing: dict[str, Failing] = field(default_factory=dict)
 
     @property
     def close(self) -> float:
@@ -125,6 +139,7 @@ def expanded_do(bench: Bench) -> Probe:
     found = differences(plain, expanded, bench.problem.eps)
     result = bench.equal(found, "an expanded dO (strides 0) changes the gradients", "do-stride")
     if result.passed is False:
+        bench.failing["do-stride"] = Failing("with an expanded dO of ones", bench.problem.replace(dy=ones), expanded)
         result.data["gains"] = {
             n: head_gains(plain[n], expanded[n]) for n in ("dq", "dk", "dv") if n in plain and n in expanded
         }
@@ -156,8 +171,8 @@ def poisoned(value: float) -> Iterator[None]:
 
     def filled(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def allocate(*args: Any, **kwargs: Any) -> Tensor:
-            fresh = original(*args, **kwargs)
-            return fresh.fill_(value) if fresh.is_floating_point() and fresh.numel() else fresh
+            new = original(*args, **kwargs)
+            return new.fill_(value) if new.is_floating_point() and new.numel() else new
 
         return allocate
 
@@ -172,11 +187,8 @@ def poisoned(value: float) -> Iterator[None]:
 
 @probe("poisoned memory")
 def poison(bench: Bench) -> Probe:
-    """Uninitialised memory filled with NaN, then with 1e4: the two results must be equal."""
-    runs = []
-    for value in (float("nan"), 1e4):
-        with poisoned(value):
-            runs.append(bench.run())
+    """Uninitialised memory filled with NaN, then with 1e4: the two results must be equal; smaller numbers tell what it does."""
+    runs = runs_in_poison(bench)
     found = differences(runs[0], runs[1], bench.problem.eps)
     exposed = {n: d for n, d in found.items() if d == float("inf")}
     result = bench.equal(found, "what fresh memory holds changes the result", "stale-rows")
@@ -184,11 +196,39 @@ def poison(bench: Bench) -> Probe:
         data = {"finding": "stale-rows", "wrong": sorted(exposed)}
         result = Probe("", False, f"NaN in fresh memory reaches {', '.join(exposed)}", data=data)
     if result.passed is False:
-        span = _changed_positions(*(r[result.data["wrong"][0]] for r in runs))
+        name = result.data["wrong"][0]
+        result.data["finding"] = kind = _kind_of_memory(bench, name)
+        bench.failing[kind] = Failing("with 1e4 in fresh memory", bench.problem, runs[1])
+        span = _changed_positions(*(r[name] for r in runs))
         if span is not None:
             result.data["span"] = span
             result.detail += f", positions {span[0]} to {span[1] - 1}"
+        result.detail += f"; {FRESH_WORDS[kind]}"
     return result
+
+
+FRESH_WORDS = {
+    "stale-rows": "they hold the very number that was put there",
+    "sum-not-cleared": "the number that was put there is added to them, once",
+    "scratch-not-written": "a formula turned what was put there into something else",
+}
+
+
+def _kind_of_memory(bench: Bench, name: str) -> str:
+    runs = []
+    for value in fresh.SENTINELS:
+        with poisoned(value):
+            runs.append(bench.run()[name])
+    return fresh.kind_of(runs[0], runs[1], bench.problem.eps)
+
+
+def runs_in_poison(bench: Bench) -> list[Observed]:
+    """The same call twice, fresh memory holding NaN and then 1e4."""
+    runs = []
+    for value in (float("nan"), 1e4):
+        with poisoned(value):
+            runs.append(bench.run())
+    return runs
 
 
 def _changed_positions(a: Tensor, b: Tensor) -> list[int] | None:
@@ -260,9 +300,11 @@ def _same_in_memory(bench: Bench, argument: str, choices: Layouts, what: str, fi
     """The same values with other strides: a correct kernel cannot tell them apart."""
     for name, layout in choices.items():
         chosen: dict[str, Any] = {argument: layout}
-        found = differences(bench.base, bench.run(**chosen), bench.problem.eps)
-        result = bench.equal(found, what.format(name), finding)
+        out = bench.run(**chosen)
+        result = bench.equal(differences(bench.base, out, bench.problem.eps), what.format(name), finding)
         if not result.passed:
+            of = "dO" if argument == "do_layout" else "q, k, v"
+            bench.failing.setdefault(finding, Failing(f"with {of} {name} in memory", bench.problem, out))
             return result
     return Probe("", True, "equal for " + ", ".join(choices))
 
@@ -278,7 +320,9 @@ def do_in_flight(bench: Bench) -> Probe:
     if bench.problem.call.q.device.type != "cuda":
         return Probe("", None, "needs a CUDA stream")
     bench.run(do_layout=written_late)  # whatever is compiled or loaded on first use must not wait for us
-    found = differences(bench.base, bench.run(do_layout=written_late), bench.problem.eps)
+    out = bench.run(do_layout=written_late)
+    bench.failing["do-in-flight"] = Failing("with a dO still in flight", bench.problem, out)
+    found = differences(bench.base, out, bench.problem.eps)
     return bench.equal(found, "a dO whose producer is still running changes the gradients", "do-in-flight")
 
 
@@ -338,25 +382,53 @@ def alone(bench: Bench) -> Probe:
 
 @probe("forbidden positions")
 def forbidden(bench: Bench) -> Probe:
-    """Large finite values where the first rows may not look: those rows must not move by a bit."""
-    call, problem = bench.problem.call, bench.problem
-    first = call.segments()[0]
-    if call.varlen:
-        rows, keys = first.q1, first.k1
-    elif call.spec.right is not None:
-        rows = max(1, first.sq // 2)
-        keys = int(call.spec.last_key(rows - 1, first.sq, first.sk)) + 1
-    else:
+    """Large finite values where some rows may not look, at both edges and by key tile: those rows must not move by a bit."""
+    call = bench.problem.call
+    if call.q.shape[2] * call.k.shape[2] > MOST_PAIRS:
+        return Probe("", None, "too many positions")
+    visible = intervals.visible_whole(call).flatten(0, -3).any(dim=0)
+    places = hidden_places(visible)
+    if not places:
         return Probe("", None, "every row sees every key")
-    if not 0 < keys < call.k.shape[2] or rows >= call.q.shape[2]:
-        return Probe("", None, "no position is hidden from the first rows")
+    for name, keys, rows in places:
+        found = _reached(bench, keys, rows)
+        result = bench.equal(found, f"{name} ({_range('keys', keys)}) changes {_range('rows', rows)}", "hidden-reached")
+        if not result.passed:
+            return result
+    return Probe("", True, f"rows do not move: {len(places)} places, {', '.join(dict.fromkeys(p[0] for p in places))}")
+
+
+def hidden_places(visible: Tensor) -> list[tuple[str, Tensor, Tensor]]:
+    """(name, keys, rows that see none of them) of a [Sq, Sk] mask: at the right edge, at the left one, every key tile."""
+    sq, sk = visible.shape
+    if not sq or not sk:
+        return []
+    position, half = torch.arange(sk, device=visible.device), max(1, sq // 2)
+    places = [("behind the right edge", position > torch.where(visible, position, -1)[:half].amax())]
+    if sq > half:
+        places.append(("before the left edge", position < torch.where(visible, position, sk)[half:].amin()))
+    tile = max(KEY_TILE, -(-sk // MOST_TILES))
+    places += [("key tile", (position >= j) & (position < j + tile)) for j in range(0, sk, tile)]
+    found = [(name, keys, ~(visible & keys).any(dim=1)) for name, keys in places if bool(keys.any())]
+    return [(name, keys, rows) for name, keys, rows in found if bool(rows.any())]
+
+
+def _reached(bench: Bench, keys: Tensor, rows: Tensor) -> dict[str, float]:
+    """What large numbers at `keys` move in `rows`, which cannot see them, and in the gradients of all other keys."""
+    call, problem = bench.problem.call, bench.problem
     k, v, dy = call.k.clone(), call.v.clone(), problem.dy.clone()
-    k[:, :, keys:], v[:, :, keys:], dy[:, :, rows:] = 30.0, 1e3, 0.0
+    # rows that see the keys send no gradient, so that nothing of theirs reaches other keys
+    k[:, :, keys], v[:, :, keys], dy[:, :, ~rows] = 30.0, 1e3, 0.0
     plain = bench.run(dy)
     out = bench.subject.run(replace(call, k=k, v=v), dy)
-    cut = dict.fromkeys(("o", "lse", "dq"), rows) | {"dk": keys, "dv": keys}
-    a, b = (Observed({n: x[:, :, : cut[n]] for n, x in r.values.items() if n in cut}) for r in (plain, out))
-    return bench.equal(differences(a, b, problem.eps), "hidden positions change rows that cannot see them", "open")
+    kept = dict.fromkeys(("o", "lse", "dq"), rows) | {"dk": ~keys, "dv": ~keys}
+    a, b = (Observed({n: x[:, :, kept[n]] for n, x in r.values.items() if n in kept}) for r in (plain, out))
+    return differences(a, b, problem.eps)
+
+
+def _range(word: str, chosen: Tensor) -> str:
+    where = chosen.nonzero().flatten().tolist()
+    return f"{word} {where[0]}-{where[-1]}"
 
 
 @probe("tile sizes")

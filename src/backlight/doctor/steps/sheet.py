@@ -9,6 +9,7 @@ from backlight.doctor.report.model import FORWARD_MODE, Finding, Picture, Probe,
 from backlight.doctor.steps import verdict
 from backlight.doctor.steps.environment import environment
 from backlight.doctor.steps.expected import expected_zeros
+from backlight.doctor.steps.fresh import MEMORY
 from backlight.doctor.subject.subject import Subject
 from backlight.problems.axes import tensors_of
 from backlight.problems.problem import Problem, shrink
@@ -19,11 +20,13 @@ EXPLAIN_CELLS = 16 * 512 * 512
 # a probe that caught the subject in the act outranks an explanation of a single run
 PROBE_SCORES = {
     "input-changed": 130.0,
-    "stale-rows": 120.0,
+    **dict.fromkeys(MEMORY, 120.0),
     "race-lost-update": 115.0,
     "accumulates-over-calls": 112.0,
     "do-in-flight": 110.0,
 }
+# here the probe names the input that is misread, not the tensors that come out wrong
+MISREAD = ("do-stride", "do-in-flight", "input-stride")
 
 
 class Sheet:
@@ -38,6 +41,7 @@ class Sheet:
         self.findings: list[Finding] = []
         self.extra_rows: list[StageRow] = []
         self.pictures: list[Picture] = []
+        self.shows_failing_run = False
 
     def named(self, name: str, lines: list[str], where: Where | None = None, title: str = "", stage: str | None = None) -> None:
         defect = about(name)
@@ -65,14 +69,21 @@ class Sheet:
     def add(self, finding: Finding) -> None:
         self.findings.append(finding)
 
+    def seen_rows(self) -> list[StageRow]:
+        """Rows of both directions, those that probes recovered among them, in the order in which things are computed."""
+        rows = [row for row in (*self.rows, *self.extra_rows) if row.name not in FORWARD_MODE]
+        return sorted(rows, key=lambda row: verdict.ORDER.index(row.name))
+
     def finish(self, health: dict[str, Any], seconds: float) -> Report:
         findings = sorted(self.findings, key=lambda f: -f.score)
         serious = [f for f in findings if f.severity in ("defect", "test-fault")]
         precise = [f for f in findings if f.severity == "precision"]
         outcome = "defect" if serious else "precision" if precise else "healthy"
         headline = (serious or precise)[0].title if serious or precise else "no defect found"
-        if serious or precise:
-            self._blame((serious or precise)[0])
+        # in a run that is not spoiled by a misread input, wrong rows have another cause
+        shown = [f for f in serious if self.shows_failing_run or f.id not in MISREAD]
+        if shown or precise:
+            self._blame((shown or precise)[0])
         for row in self.rows:
             row.settle_local_error()
         return self._report(outcome, headline, findings, health, seconds)
@@ -82,9 +93,11 @@ class Sheet:
         if finding.severity == "precision":
             for row in self.rows:
                 row.status = "precision" if row.name == finding.stage and row.status == "ok" else row.status
-        if finding.explained is None or finding.stage not in verdict.ORDER:
-            return
         rows = [*self.rows, *self.extra_rows]
+        inferred = finding.id == "open" and not any(row.name == finding.stage for row in rows)
+        inferred |= finding.id in MISREAD
+        if (finding.explained is None and not inferred) or finding.stage not in verdict.ORDER:
+            return
         for row in rows:
             if (row.name in FORWARD_MODE) != (finding.stage in FORWARD_MODE):
                 continue

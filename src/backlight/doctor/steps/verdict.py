@@ -17,6 +17,7 @@ from backlight.doctor.defects.constants import times
 from backlight.doctor.defects.scale import GAIN_NEXT
 from backlight.doctor.report.model import FORWARD_MODE, STAGE_ORDER, Confidence, Finding, Probe, StageRow, Where
 from backlight.doctor.report.words import counted
+from backlight.doctor.steps import accused
 from backlight.doctor.steps.compare import RHO_B, RHO_B_WIDE, RHO_FAIL, TRUTH_OF, Comparison
 from backlight.doctor.steps.explain import Explanation
 from backlight.doctor.steps.invariants import Identity
@@ -27,6 +28,7 @@ from backlight.reference.eager import UNROUNDED
 
 # excess over a flash kernel in the backward alone, or in the forward too: 16-bit sums, or 16-bit scores
 EXCESS = 1.15
+WRONG = ("culprit", "inherited", "suspect")
 ORDER = ("s", "p", "lse", "o", "p (bwd)", *STAGE_ORDER[4:], *FORWARD_MODE)
 
 
@@ -174,11 +176,10 @@ def open_finding(
     ranked: list[Explanation],
 ) -> Finding:
     """Something is wrong and no entry of the catalogue reproduces it: say where, and what class the identities point to."""
-    culprit = next((r.name for r in rows if r.status == "culprit"), None)
-    stage = culprit or next((r.name for r in rows if r.status in ("inherited", "suspect")), "dq")
-    lines = evidence(comparisons, identities)
+    stage, alone = accused.stage(rows, comparisons)
+    lines = accused.seen_inside(stage, rows, comparisons) + evidence(comparisons, identities)
     reading = decision(comparisons, identities)
-    if reading:
+    if reading and accused.confirmed(pattern_of(comparisons, identities), rows):
         lines.insert(0, f"the pattern of identities and gains reads: {reading}")
     if ranked:
         lines.append(f"closest known defect: {ranked[0].defect.id}, explains {100 * max(0.0, ranked[0].explained):.0f} %")
@@ -187,9 +188,16 @@ def open_finding(
     if not any(c.bad for c in comparisons.values()):
         laws = ", ".join(f"{i.name} ({i.law})" for i in identities if not i.holds)
         title, score = f"identity {laws} fails although every tensor is within noise of the oracle", 20.0
-    check = next_check(comparisons, identities)
+    check = accused.next_check(stage, rows) or next_check(comparisons, identities)
     where = where_of(comparisons, problem)
-    return Finding("open", title, "defect", stage, where, lines, "open", "medium" if culprit else "low", check, None, score)
+    return Finding("open", title, "defect", stage, where, lines, "open", "medium" if alone else "low", check, None, score)
+
+
+def pattern_of(comparisons: Mapping[str, Comparison], identities: list[Identity]) -> tuple[bool, bool, bool] | None:
+    """Which of I1 to I3 hold; None where the forward is wrong and I1 and I2 hold: both directions agree on something else."""
+    holds = {i.name: i.holds for i in identities}
+    pattern = (holds.get("I1", True), holds.get("I2", True), holds.get("I3", True))
+    return None if "o" in comparisons and comparisons["o"].bad and pattern[:2] == (True, True) else pattern
 
 
 def next_check(comparisons: Mapping[str, Comparison], identities: list[Identity]) -> str:

@@ -83,6 +83,7 @@ class Subject:
     name: str = ""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     jvp: Callable[..., Any] | None = None
+    restores: bool = False
 
     @staticmethod
     def of(subject: Any) -> Subject:
@@ -180,6 +181,10 @@ class Subject:
             inputs |= {name: input_layout(inputs[name]) for name in QKV}
         extras = self._extras(call, inputs, layout)
         out = self._forward({n: inputs[n] for n in QKV}, extras)
+        if self.restores:
+            for name, x in before.items():
+                # not an operation that autograd counts: the tensor is as it was when the call saved it
+                inputs[name].data.copy_(x)
         values = {"o": layout.take_rows(out["o"], "o")}
         if (dy is not None or dlse is not None) and self.backward is not None and values["o"].shape[-1] != call.v.shape[-1]:
             # a raw backward trusts the shapes it is handed

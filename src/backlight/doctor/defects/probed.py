@@ -1,0 +1,69 @@
+"""Names that a probe gives directly, beside those of the catalogue: no mutant of the oracle has them and no demo shows them.
+
+What memory that nobody wrote does to a result is told apart by finite sentinels; `stale-rows` of the catalogue is the third of
+these names, an output that is never stored.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from backlight.doctor.defects.defect import Defect
+
+_fresh = partial(Defect, family="memory", confirm="finite sentinels in fresh memory")
+
+PROBED: dict[str, Defect] = {
+    each.id: each
+    for each in (
+        _fresh(
+            "sum-not-cleared",
+            "a sum begins with whatever was in memory: the buffer it is added onto is never cleared",
+            "atomic adds, or read-add-write, go into memory allocated without initialisation",
+            "dq",
+            "other numbers in fresh memory move every value they reach by one multiple of their difference",
+            "Allocate with zeros instead of empty: the values must become right.",
+        ),
+        _fresh(
+            "scratch-not-written",
+            "scratch memory is read where nobody wrote it, and takes part in the result",
+            "a row statistic, a partial result or a padded tile is loaded beyond what was stored; times 0, only NaN shows it",
+            "delta",
+            "other numbers in fresh memory change values, neither to those numbers nor by a multiple of them",
+            "Fill the scratch buffers with zeros: if the result turns healthy, one of them is read where it is not written.",
+        ),
+        *(
+            Defect(
+                f"cut-{name}",
+                f"{name} is cut to 16 bits, not rounded: errors lean towards zero",
+                f"the lower bits of {name} are dropped instead of rounded to nearest",
+                name,
+                f"{leaning} too small by a fraction of eps, in nearly all rows",
+                f"Keep {name} in fp32, or round to nearest: the lean must go away.",
+                family="precision",
+                confirm="signed errors",
+                severity="precision",
+            )
+            for name, leaning in (("p", "o and dv"), ("o", "o"), ("ds", "dq and dk"))
+        ),
+        Defect(
+            "hard-inputs",
+            "right on ordinary inputs and wrong on {detail}",
+            "a running maximum that starts or stays at the wrong value, an exp that leaves its range, or a bound on the scores",
+            "o",
+            "values beyond what a correct kernel gives, on inputs of this recipe only",
+            "Run with --recipe {detail}: the defect must show at every level.",
+            family="lse",
+            confirm="inputs of other recipes",
+        ),
+        Defect(
+            "hidden-reached",
+            "positions that a row may not see change its result: {detail}",
+            "hidden keys are loaded and multiplied by a weight that is small and not 0, or a bound is one tile too far",
+            "p",
+            "large numbers at hidden positions move rows that cannot see them",
+            "Set k and v to 0 at the keys in the evidence: the rows beside them must not move by a bit.",
+            family="masks",
+            confirm="large finite numbers at hidden positions",
+        ),
+    )
+}
