@@ -160,8 +160,8 @@ def flash_attn_varlen_func(
     check_flags(causal, deterministic, return_attn_probs)
     check_whole("attention_chunk", attention_chunk, least=0)
     options = options_of(0.0, softmax_scale, causal, window_size, softcap, deterministic)
-    cu_seqlens, used = (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k)
-    y, lse = attend_varlen(q, k, v, cu_seqlens, used, options, chunk=attention_chunk)
+    cu_seqlens, counted = (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k)
+    y, lse = attend_varlen(q, k, v, cu_seqlens, counted, options, chunk=attention_chunk)
     return (y, lse) if return_attn_probs else y
 
 

@@ -61,8 +61,11 @@ class Cache:
     def check_room(self, new: int) -> None:
         """Of numbers that can be read without waiting for a device."""
         room = self.k.shape[1] - new
-        known = isinstance(self.length, Tensor) and self.length.device.type == "cpu" and not torch.compiler.is_compiling()
-        numbers = self.length.tolist() if known else [] if isinstance(self.length, Tensor | None) else [self.length]
+        numbers: list[int] = []
+        if not isinstance(self.length, Tensor):
+            numbers = [] if self.length is None else [self.length]
+        elif self.length.device.type == "cpu" and not torch.compiler.is_compiling():
+            numbers = self.length.tolist()
         if any(not 0 <= number <= room for number in numbers):
             raise ValueError(
                 f"cache_seqlens must lie between 0 and {room}, the keys of k_cache less the new ones, got {numbers}"
@@ -115,7 +118,7 @@ def attend_cache(
         flat = _turned(flat, rows, start, rotary, ordered)
     total = lengths
     if fresh is not None and new[0] is not None and new[1] is not None:
-        k, v = (x.flatten(0, -3) for x in new)
+        k, v = new[0].flatten(0, -3), new[1].flatten(0, -3)
         if rotary.cos is not None:
             k = _turned(k, fresh, start, rotary, True)
         _write(cache, k, v, fresh, lengths)
