@@ -49,7 +49,13 @@ def drawn(problem: Problem, recipe: str) -> Problem | None:
     own: dict[str, Any] = {} if call.bias is None else {"bias": call.bias.shape[1]}
     if call.tau is not None:
         own["tau"] = call.tau
-    settings = {"kv_heads": call.k.shape[1], "sk": sk, "dv": call.v.shape[3], "dtype": call.q.dtype, "device": call.q.device}
+    settings: dict[str, Any] = {
+        "kv_heads": call.k.shape[1],
+        "sk": sk,
+        "dv": call.v.shape[3],
+        "dtype": call.q.dtype,
+        "device": call.q.device,
+    }
     return inputs.make(call.spec, (min(b, 1), hq, sq, d), recipe=recipe, seed=problem.seed, **settings, **own)
 
 
