@@ -79,7 +79,7 @@ matrix: $(TOOLS)  ## torch 2.11 to 2.15 with their Tritons, and the floors: an e
 
 dist:  ## the wheel and the sdist of a release into dist/, checked by tools that live in an environment of their own
 	$(PYTHON) -m venv .release
-	.release/bin/python -m pip install --quiet $(PIP_FLAGS) build twine check-wheel-contents cffconvert 'hatchling>=1.24'
+	.release/bin/python -m pip install --quiet $(PIP_FLAGS) build twine check-wheel-contents cffconvert 'hatchling>=1.27'
 	rm -rf dist
 	.release/bin/python -m build --no-isolation
 	.release/bin/twine check --strict dist/*

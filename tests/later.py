@@ -78,5 +78,6 @@ LATER = (
     "tests/test_readme.py::test_example_runs[train_long_context]",
     "tests/test_readme.py::test_example_runs[with_transformers]",
     "tests/test_readme.py::test_the_site_builds_without_warnings",
+    "tests/test_release.py::test_commands_in_the_forms_are_commands",
     "tests/test_release.py::test_what_lies_in_the_wheel_works",
 )
