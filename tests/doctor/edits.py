@@ -85,6 +85,11 @@ ROW_MAXIMA = (
     "            torch.maximum(rows, scores.tile(tile).amax(dim=-1, keepdim=True), out=rows)"
 )
 ONE_SEGMENT = "segments = (type(call.segments()[0])(0, 0, call.q.shape[2], 0, call.k.shape[2]),)"
+OWN_LSE = (
+    "lse2 = torch.logsumexp("
+    "scores.tile(tiles(call.spec.replace(causal=False), i0, i1, z.sq, z.sk, config)[0]) * math.log(2), -1, keepdim=True"
+    ") / math.log(2)"
+)
 EVERY_VISIBLE = (
     "seen = call.spec.allowed(slab.segment.sq, slab.segment.sk)[block.i0 : block.i1].repeat_interleave(group, 0)\n"
     "            total = (do * (seen.to(dtype) @ keys_of(call.v, slab).to(dtype))).sum(dim=-1, keepdim=True) / elastic.n\n"
@@ -112,6 +117,40 @@ FOLDED_TABLE = (
     "        longer[..., n - 1] += longer[..., n:].sum(dim=-1)\n"
     '        add_heads_(sums["dbias"], slab, call.group, longer[..., :n])'
 )
+
+ROWS_AND_KEYS = (
+    "i = torch.arange(tile.i0, tile.i1).repeat_interleave({group})[:, None]; j = torch.arange(tile.j0, tile.j1)[None, :]"
+)
+MASKED_ALSO = """            torch.minimum(part, bound, out=part)
+        {positions}
+        return tile_values.masked_fill_({hidden}, -math.inf)"""
+# tiles of 32 x 32: the loop over keys ends where the diagonal's tile begins, the loop over rows begins where it ends
+BEFORE_DIAGONAL = "j >= -(-(i // 32 * 32 + {sk} - {sq}) // 32) * 32"
+AFTER_DIAGONAL = "i < (j // 32 * 32 + 32 + z.sq - z.sk) // 32 * 32"
+TO_TILE_END = "j >= -(-(i // 32 * 32 + 32 + sk - sq) // 32) * 32"
+
+
+def hiding(cells: str) -> str:
+    """The end of the backend's masking, with more cells hidden."""
+    return MASKED_ALSO.format(positions=ROWS_AND_KEYS.format(group="group"), hidden=cells)
+
+
+def before(line: str, *more: str) -> str:
+    """The line with more lines of the same indentation, that of the loop over tiles, above it."""
+    return ("\n" + " " * 16).join((*more, line))
+
+
+def lost_from(line: str, factor: str, cells: str) -> Edit:
+    """A product of the backward whose `factor` is 0 in some cells."""
+    kept = f"{factor}.masked_fill({cells}, 0)"
+    return backward(line, before(line.replace(factor, kept), ROWS_AND_KEYS.format(group="call.group")))
+
+
+def unmasked_tiles(*directions: str) -> list[Edit]:
+    """The causal mask is replaced by one that ends where the diagonal's tile does."""
+    whole = MASKED.replace("            torch.minimum(part, bound, out=part)\n        return tile_values", hiding(TO_TILE_END))
+    nothing = whole.replace("torch.minimum(part, bound, out=part)", "pass")
+    return [*every_tile(*directions), Edit("primitives", MASKED, nothing, directions)]
 
 
 def another_spec(changes: str, *directions: str) -> list[Edit]:
@@ -157,6 +196,13 @@ SCALE: dict[str, list[Edit]] = {
 
 MASKS: dict[str, list[Edit]] = {
     "mask-causal-backward": another_spec("causal=False", "backward"),
+    "mask-causal-forward": another_spec("causal=False", "forward"),
+    "softmax-backward": [
+        *another_spec("causal=False", "backward"),
+        backward(
+            "dq = torch.zeros_like(scores.q, dtype=dtype)", after("dq = torch.zeros_like(scores.q, dtype=dtype)", OWN_LSE)
+        ),
+    ],
     "mask-strict-backward": [Edit("primitives", MASKED, STRICT, BACKWARD)],
     "mask-strict": [Edit("primitives", MASKED, STRICT)],
     "mask-future": another_spec("causal=False, window=(call.spec.left, 1)", "forward", "backward"),
@@ -186,6 +232,18 @@ MASKS: dict[str, list[Edit]] = {
     "window-forward+1": another_spec("window=(call.spec.left + 1, call.spec.window[1])", "forward"),
     "window-forward-1": another_spec("window=(call.spec.left - 1, call.spec.window[1])", "forward"),
     "window-missing-backward": another_spec("window=(None, call.spec.window[1])", "backward"),
+    "window-missing-forward": another_spec("window=(None, call.spec.window[1])", "forward"),
+    "align-sign": [
+        *every_tile("forward", "backward"),
+        Edit(
+            "primitives",
+            MASKED,
+            MASKED.replace("torch.minimum(part, bound, out=part)", "pass")
+            .replace("        return", f"        {ROWS_AND_KEYS.format(group='group')}\n        return")
+            .replace("tile_values", "tile_values.masked_fill_(j > i + sq - sk, -math.inf)"),
+        ),
+    ],
+    "keys-by-rows": [Edit("config", KEYS, f"{KEYS}\n    end = min(end, sq)")],
     "align-backward": [
         Edit("primitives", MASK_LENGTHS, MASK_LENGTHS.replace("self.segment.sk", "self.segment.sq"), BACKWARD),
         backward(TILES, TILES.replace("z.sk", "z.sq")),
@@ -213,6 +271,12 @@ MASKS: dict[str, list[Edit]] = {
         ),
         backward(DV, "add_product_(dv[:, :, keys], do[:, part][:, max(0, 64 - tile.i0) :].mT, a[:, max(0, 64 - tile.i0) :])"),
     ],
+    "bound-forward": [Edit("primitives", MASKED, hiding(BEFORE_DIAGONAL.format(sk="sk", sq="sq")), FORWARD)],
+    "bound-dq": [lost_from(DQ, "dx", BEFORE_DIAGONAL.format(sk="z.sk", sq="z.sq"))],
+    "bound-dkdv": [lost_from(DK, "dx", AFTER_DIAGONAL), lost_from(DV, "a.to(scores.operand)", AFTER_DIAGONAL)],
+    "chunk-backward": [Edit("primitives", MASKED, hiding("(i // 36) != (j // 36)"), BACKWARD)],
+    "diagonal-unmasked": unmasked_tiles("forward"),
+    "diagonal-unmasked-backward": unmasked_tiles("backward"),
     "varlen-leak": [Edit("config", "segments = call.segments()\n    if not", f"{ONE_SEGMENT}\n    if not")],
     "varlen-leak-backward": [Edit("config", "segments = call.segments()\n    if not", f"{ONE_SEGMENT}\n    if not", BACKWARD)],
     "varlen-last-segment": [
@@ -302,6 +366,25 @@ ROWS: dict[str, list[Edit]] = {
         )
     ],
     "lse-rounded": [backward(READ_LSE, "return do, base2(lse.bfloat16().to(dtype)), delta")],
+    "lse-shifted": [backward(READ_LSE, "return do, base2(lse.roll(16, dims=1)), delta")],
+    "lse-other-head": [
+        backward("block.rows_of(incoming.lse[..., None])", "block.rows_of(incoming.lse.roll(-1, dims=1)[..., None])")
+    ],
+    "delta-other-head": [
+        backward(
+            DELTA,
+            "delta = block.rows_of((incoming.dy * incoming.y).to(dtype)[:, :1].expand_as(incoming.y)).sum(-1, keepdim=True)",
+        )
+    ],
+    "delta-part": [
+        *every_tile("backward"),
+        backward(DS, "ds = dp.sub_((p * dp)[:, :, :64].sum(dim=-1, keepdim=True)).mul_(p)"),
+    ],
+    "dp-split-one": [
+        backward(
+            DK, DK.replace("dx)", "(p * (do[:, part, :16] @ v_columns[:, :16, keys] - delta[:, part])).to(scores.operand))")
+        )
+    ],
     "delta-missing": [backward(DS, "ds = dp.mul_(p)")],
     "delta-negated": [backward(DS, "ds = dp.add_(delta[:, part]).mul_(p)")],
     "delta-shifted": [backward(DS, "ds = dp.sub_(delta.roll(1, dims=1)[:, part]).mul_(p)")],
@@ -343,6 +426,7 @@ TERMS: dict[str, list[Edit]] = {
     "bias-missing-backward": [Edit("primitives", "self.bias.add_(s2, tile)", "pass", BACKWARD)],
     "call-bias-lost": [Edit("primitives", "self.bias.add_(s2, tile)", "pass")],
     "dbias-batch": [Edit("primitives", "        target += part", "        target.copy_(part)", BACKWARD)],
+    "dbias-rows": [lost_from("scores.bias.add_diagonals_(dmirrored, ds, tile)", " ds", "i >= 64")],
     "dbias-edge": [Edit("primitives", "lo, hi = max(m0, 0), min(m1", "lo, hi = max(m0, 1), min(m1", BACKWARD)],
     "bias-clamped": [
         Edit("primitives", TABLE, after(TABLE, EXTENDED_TABLE)),
@@ -365,10 +449,14 @@ TERMS: dict[str, list[Edit]] = {
     "tau-unmasked": [Edit("primitives", "        scores.mask_(a, tile)\n", "")],
     "tau-count": [Edit("primitives", "self.tau, self.n = tau, n.clamp(min=1)", "self.tau, self.n = tau, n + 1")],
     "dtau-survivors": [backward(DTAU, EVERY_VISIBLE)],
+    "dtau-rows": [
+        backward("block.sum_positions(mean)", "block.sum_positions(mean * (torch.arange(mean.shape[1]) < 64 * group)[:, None])")
+    ],
     "dtau-undivided": [backward("block.sum_positions(mean)", "block.sum_positions(mean * elastic.n)")],
     "sink-missing-backward": [backward(READ_LSE, f"return do, base2(lse + torch.log1p(-{SINK_SHARE})), delta")],
     "sink-delta": [backward(DELTA, f"{DELTA} / (1 - {SINK_SHARE})")],
     "dsink-sign": [backward(f"{SINK_WEIGHT}).neg_())", f"{SINK_WEIGHT}))")],
+    "dsink-rows": [backward(SINK_WEIGHT, f"({SINK_WEIGHT}) * (torch.arange(delta.shape[1]) >= 64 * group)[:, None]")],
     "dsink-unweighted": [backward(SINK_WEIGHT, "delta")],
     "gate-missing-backward": [backward("do = do * weight", "pass")],
     "dgate-derivative": [backward("do * y * (1 - weight)", "do * y")],

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from backlight.doctor.defects import (
+    borrowed,
     calls,
     heads,
     intervals,
+    loops,
     masks,
     packed,
     pairs,
@@ -39,9 +41,11 @@ DEFECTS: tuple[Defect, ...] = (
     *intervals.DEFECTS,
     *windows.DEFECTS,
     *tails.DEFECTS,
+    *loops.DEFECTS,
     *packed.DEFECTS,
     *heads.DEFECTS,
     *rows.DEFECTS,
+    *borrowed.DEFECTS,
     *terms.DEFECTS,
     *pairs.DEFECTS,
     *tangents.DEFECTS,

@@ -14,6 +14,9 @@ Variants = Callable[[Call], Iterable[Mutant]]
 # what most demos ask for
 CAUSAL = {"spec": {"causal": True}}
 CAUSAL_FULL = CAUSAL | {"level": "full"}
+# a few tiles are enough for what goes wrong with tiles and rows
+FEW_TILES: Mapping[str, Any] = {"shape": (1, 2, 72, 32)}
+CAUSAL_TILES = CAUSAL | FEW_TILES
 
 
 def _always(call: Call) -> bool:
@@ -30,8 +33,8 @@ class Defect:
     stage:      the first quantity that is wrong; "p (bwd)" when only the backward's weights are.
     signal:     what shows first.
     next_check: one experiment that would prove the name false.
-    family:     scale, transposition, masks, windows, alignment, tails, varlen, gqa, heads, accumulation, memory, lse, delta,
-                terms, precision, softcap, tangents, test.
+    family:     scale, transposition, masks, windows, alignment, tails, loops, varlen, gqa, heads, accumulation, memory, lse,
+                delta, terms, precision, softcap, tangents, test.
     confirm:    what settles it.
     needs:      whether a call can show the defect at all.
     variants:   mutants to try on a call; None when only probes can show it, and then `broken` names the maker.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from backlight.call import Call
-from backlight.doctor.defects.defect import CAUSAL, Defect, always, causal, empty_rows, masked
+from backlight.doctor.defects.defect import CAUSAL, CAUSAL_TILES, Defect, always, causal, empty_rows, masked
 from backlight.doctor.defects.mutants import Mutant, in_both_halves, other_spec
 from backlight.reference import STAGES
 
@@ -31,6 +32,36 @@ def _strict(call: Call) -> Callable[..., Tensor]:
 
 def without_causal(call: Call) -> Callable[[Call], Call]:
     return other_spec(causal=False, window=(call.spec.left, None))
+
+
+def own_mask(call: Call) -> Callable[[Call], Call]:
+    """The mask as it is: for changes that only the forward sees."""
+    return other_spec(causal=call.spec.causal, window=call.spec.window)
+
+
+def _own_softmax(visible_to_it: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Weights that the backward normalises itself, over keys of its own choice: `(visible, column) -> visible`."""
+
+    def p(capped, bias, column, pair_bias, visible, sink):
+        s = STAGES["s"].compute(capped, bias, column, pair_bias, visible_to_it(visible, column))
+        return STAGES["p"].compute(s, STAGES["lse"].compute(s, sink))
+
+    return p
+
+
+def own_softmaxes(call: Call) -> list[Mutant]:
+    """Under no mask, or one without the diagonal; delta from the saved o, or from these weights."""
+    origin, everything = call.spec.bias_origin, other_spec(causal=False, window=(None, None))
+    p = _own_softmax(lambda visible, column: visible)
+    found = [("no mask", Mutant(sees_backward=everything, backward={"p": p}))]
+    if causal(call):
+        p = _own_softmax(lambda visible, column: visible & (column != origin))
+        found.append(("a mask without the diagonal", Mutant(backward={"p": p})))
+    own_delta = [
+        (f"{words}, and takes delta from them", replace(mutant, backward={**mutant.backward, "delta": STAGES["delta"].compute}))
+        for words, mutant in found
+    ]
+    return [replace(mutant, detail=words) for words, mutant in (*found, *own_delta)]
 
 
 def one_future(call: Call) -> Callable[[Call], Call]:
@@ -78,6 +109,28 @@ DEFECTS = [
         "Change the last key: dq of the first rows, which cannot see it, must change too.",
         confirm="mutant; tomography of the backward's weights",
         variants=lambda call: [Mutant(sees_backward=without_causal(call))],
+    ),
+    _causal(
+        "mask-causal-forward",
+        "the forward ignores the causal mask, the backward applies it",
+        "the mask is applied in the backward only",
+        "s",
+        "o and lse are wrong; weights above the diagonal in the forward, none in the backward",
+        "Change the last key: o of the first rows, which cannot see it, must change too.",
+        confirm="mutant; tomography of the forward's weights",
+        variants=lambda call: [Mutant(sees=without_causal(call), sees_backward=own_mask(call))],
+        demo=CAUSAL_TILES,
+    ),
+    _causal(
+        "softmax-backward",
+        "the backward has a softmax of its own, under {detail}",
+        "the weights are not taken from the saved lse but normalised again, over other keys than in the forward",
+        "p (bwd)",
+        "I2 and I3 fail; the backward's weights sum to 1 in each row and are not those of the forward",
+        "Run without the mask: both softmaxes are the same, and the comparison must turn healthy.",
+        needs=masked,
+        variants=own_softmaxes,
+        demo=CAUSAL_TILES,
     ),
     _causal(
         "mask-strict-backward",

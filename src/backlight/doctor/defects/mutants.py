@@ -123,6 +123,10 @@ def _same_outputs(outputs: Outputs, call: Call) -> Outputs:
     return outputs
 
 
+def _nothing_borrowed(saved: Outputs, dy: Tensor) -> Outputs:
+    return {}
+
+
 def head_of_group(h: int, group: int) -> int:
     return h // group
 
@@ -136,6 +140,7 @@ class Mutant:
     sees, sees_backward:     the call as both halves see it, or as the backward alone does.
     along:                   the tangents, by name of the input, as forward mode reads them.
     gradient, saved:         dO and the saved rows (lse, y, o, u) as the backward reads them.
+    borrowed:                more rows for the backward's stages, by name, from the saved ones and dO of all heads.
     kv_forward, kv_backward: which key/value head a query head reads; combine: how a group's dk and dv are joined.
     finish:                  the last change of the outputs (y, lse, dq, ...). detail: words for the sentence shown.
     """
@@ -148,6 +153,7 @@ class Mutant:
     along: Callable[[Tangents], Tangents] = _same_tangents
     gradient: Callable[[Tensor, Call], Tensor] = _same_gradient
     saved: Callable[[Outputs, Call], Outputs] = _same_outputs
+    borrowed: Callable[[Outputs, Tensor], Outputs] = _nothing_borrowed
     kv_forward: Callable[[int, int], int] = head_of_group
     kv_backward: Callable[[int, int], int] = head_of_group
     combine: str = "sum"
@@ -157,6 +163,10 @@ class Mutant:
     @property
     def forward_changed(self) -> bool:
         return bool(self.forward) or self.sees is not _same_call or self.kv_forward is not head_of_group
+
+    @property
+    def outputs_kept(self) -> bool:
+        return self.finish is _same_outputs
 
 
 def in_both_halves(backward: Stages | None = None, *, detail: str = "", **stages: Callable[..., Tensor]) -> Mutant:
@@ -201,9 +211,10 @@ def run(
     if dy is not None:
         saved = mutant.saved({name: forward[name] for name in SAVED_ROWS}, seen)
         stages = BACKWARD_HALF | {name: Stage.of(f, name) for name, f in mutant.backward.items()}
-        half = Half(stages, dtype, rounding, mutant.kv_backward, saved, mutant.combine, only)
         backward_call = mutant.sees_backward(seen)
         gradient = mutant.gradient(dy if seen.q.shape == call.q.shape else relayout(dy, seen), backward_call)
+        saved |= mutant.borrowed(saved, gradient.to(dtype))
+        half = Half(stages, dtype, rounding, mutant.kv_backward, saved, mutant.combine, only)
         unknown = [name for name in call.gradients if name not in GRADIENT_STAGES]
         if unknown:
             raise NotImplementedError(f"no mutant of the oracle computes {unknown[0]}")
@@ -258,14 +269,32 @@ def after(**changes: Callable[[Outputs, Call], Tensor]) -> Callable[[Outputs, Ca
     return finish
 
 
+def showing(s: Callable[..., Tensor]) -> Stages:
+    """Stage s of another mask that may show hidden keys, and m with it: whom s shows survives."""
+
+    def m(p, s, tau, n):
+        return STAGES["m"].compute(p, tau, n, s > -torch.inf)
+
+    return {"s": s, "m": m}
+
+
 def top_left(spec: AttentionSpec) -> Callable[..., Tensor]:
     """Stage s with rows aligned to the first key instead of the last."""
+    return _shifted_rows(spec, lambda sq, sk: 0)
+
+
+def bottom_left(spec: AttentionSpec) -> Callable[..., Tensor]:
+    """Stage s with the offset Sk - Sq of the rows turned round."""
+    return _shifted_rows(spec, lambda sq, sk: sq - sk)
+
+
+def _shifted_rows(spec: AttentionSpec, offset: Callable[[int, int], int]) -> Callable[..., Tensor]:
+    """Stage s whose row i lies at key i + offset(sq, sk)."""
 
     def s(capped, bias, column, pair_bias, visible):
         sq, sk = capped.shape
-        size = max(sq, sk)
-        square = spec.allowed(size, size, capped.device)[:sq, :sk]
-        return STAGES["s"].compute(capped, bias, column + (sq - sk), pair_bias, square)
+        column = column + (sq - sk + offset(sq, sk))
+        return STAGES["s"].compute(capped, bias, column, pair_bias, spec.allowed_distance(column - spec.bias_origin))
 
     return s
 

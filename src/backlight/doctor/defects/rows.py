@@ -11,6 +11,7 @@ from torch import Tensor
 from backlight.call import Call
 from backlight.doctor.defects.defect import CAUSAL, CAUSAL_FULL, Defect, Variants, always, both, capped, has
 from backlight.doctor.defects.mutants import Mutant, Outputs, flash_delta, in_both_halves, other_spec
+from backlight.doctor.defects.tails import TILES
 from backlight.spec import LN2, LOG2E
 
 
@@ -49,9 +50,13 @@ def shifted_delta(call: Call) -> list[Mutant]:
     def by(step: int) -> Callable[[Tensor], Tensor]:
         return lambda delta: delta.roll(step)
 
-    rows = call.q.shape[2]
-    steps = [1, -1] + [sign * tile for tile in (16, 32, 64, 128) if tile < rows for sign in (1, -1)]
-    return [changed_delta(by(step), f"{abs(step)} rows {'up' if step < 0 else 'down'}") for step in steps]
+    def of_first(tile: int) -> Callable[[Tensor], Tensor]:
+        return lambda delta: delta[torch.arange(len(delta), device=delta.device) % tile]
+
+    tiles = [tile for tile in TILES if tile < call.q.shape[2]]
+    steps = [1, -1] + [sign * tile for tile in tiles for sign in (1, -1)]
+    moved = [changed_delta(by(step), f"{abs(step)} rows {'up' if step < 0 else 'down'}") for step in steps]
+    return moved + [changed_delta(of_first(tile), f"those of the first tile of {tile}") for tile in tiles]
 
 
 def split_dp(call: Call) -> list[Mutant]:

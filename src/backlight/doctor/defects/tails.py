@@ -22,7 +22,7 @@ def tails(length: int) -> list[int]:
     return sorted({length // tile * tile for tile in TILES if length % tile and length > tile})
 
 
-def _keys_beyond(start: int) -> Callable[..., Tensor]:
+def keys_beyond(start: int) -> Callable[..., Tensor]:
     def s(capped, bias, column, pair_bias, visible):
         beyond = torch.arange(visible.shape[1], device=visible.device) >= start
         return STAGES["s"].compute(capped, bias, column, pair_bias, visible & ~beyond)
@@ -31,7 +31,7 @@ def _keys_beyond(start: int) -> Callable[..., Tensor]:
 
 
 def tail_keys(call: Call) -> list[Mutant]:
-    stages = [(start, _keys_beyond(start)) for start in tails(call.k.shape[2])]
+    stages = [(start, keys_beyond(start)) for start in tails(call.k.shape[2])]
     return [in_both_halves(s=s, detail=f"keys from {start} on") for start, s in stages]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from backlight.call import Call
 from backlight.doctor.defects.defect import (
+    CAUSAL_TILES,
     Defect,
     always,
     both,
@@ -23,6 +24,7 @@ from backlight.doctor.defects.defect import (
 )
 from backlight.doctor.defects.mutants import Mutant, Outputs, after, flash_delta, flash_dtau, in_both_halves, with_call
 from backlight.doctor.defects.scale import one_constant, scaled
+from backlight.doctor.defects.tails import TILES, tails
 from backlight.reference import STAGES
 
 
@@ -101,6 +103,34 @@ def _counts(call: Call) -> list[Mutant]:
     return [Mutant(forward=using(f), backward=half(f), detail=word) for f, word in choices for half in (through, using)]
 
 
+def rows_of_tiles(sum_over: Callable[[slice], Callable[..., Tensor]], name: str) -> Callable[[Call], list[Mutant]]:
+    """A learned term's gradient from some of the rows: what one tile leaves, or what whole tiles hold."""
+
+    def variants(call: Call) -> list[Mutant]:
+        rows = call.q.shape[2]
+        parts = {(start, rows): f"the last {rows - start} rows" for start in tails(rows)}
+        for tile in (tile for tile in TILES if tile < rows):
+            parts[0, tile] = f"the first {tile} rows"
+            parts[0, rows // tile * tile] = f"the first {rows // tile * tile} rows"
+            parts[rows - tile, rows] = f"the last {tile} rows"
+        wanted = {part: words for part, words in parts.items() if part != (0, rows)}
+        return [Mutant(backward={name: sum_over(slice(*part))}, detail=words) for part, words in wanted.items()]
+
+    return variants
+
+
+def _dbias_of(rows: slice) -> Callable[..., Tensor]:
+    return lambda ds, bias, column: STAGES["dbias"].compute(ds[rows], bias, column[rows])
+
+
+def _dtau_of(rows: slice) -> Callable[..., Tensor]:
+    return lambda do, u, tau: flash_dtau(do[rows], u[rows], tau)
+
+
+def _dsink_of(rows: slice) -> Callable[..., Tensor]:
+    return lambda p_sink, delta: STAGES["dsink"].compute(p_sink[rows], delta[rows])
+
+
 def _unmasked(p, m, tau, n):
     weights = STAGES["a"].compute(p, m, tau, n)
     return weights if tau is None or tau <= 0 else torch.relu(p + tau / n.clamp(min=1))
@@ -170,6 +200,17 @@ DEFECTS = [
         "Run with B = 1: the comparison must turn healthy.",
         needs=both(has("bias"), several_batches),
         variants=_batches,
+    ),
+    _bias(
+        "dbias-rows",
+        "dbias is summed over {detail} only",
+        "tiles of rows overwrite each other's sum, or the loop over them ends early",
+        "dbias",
+        "dbias wrong, everything else right",
+        "Set dO to 0 in all other rows: the comparison must turn healthy.",
+        needs=both(has("bias"), lambda call: not call.varlen),
+        variants=rows_of_tiles(_dbias_of, "dbias"),
+        demo=CAUSAL_TILES | {"spec": {"causal": True, "bias": True}},
     ),
     _bias(
         "dbias-edge",
@@ -289,6 +330,16 @@ DEFECTS = [
         variants=always(Mutant(backward={"dtau": _every_visible})),
     ),
     _tau(
+        "dtau-rows",
+        "dtau is summed over {detail} only",
+        "tiles of rows overwrite each other's sum, or the loop over them ends early",
+        "dtau",
+        "dtau wrong, everything else right",
+        "Set dO to 0 in all other rows: the comparison must turn healthy.",
+        needs=both(has("tau"), lambda call: not call.varlen),
+        variants=rows_of_tiles(_dtau_of, "dtau"),
+    ),
+    _tau(
         "dtau-undivided",
         "dtau is not divided by the number of visible keys",
         "the factor 1/n of each row is missing",
@@ -324,6 +375,17 @@ DEFECTS = [
         "dsink wrong by a factor -1, everything else right",
         "Flip the sign: the comparison must turn healthy.",
         variants=always(Mutant(finish=after(dsink=lambda out, call: -out["dsink"]))),
+    ),
+    _sink(
+        "dsink-rows",
+        "dsink is summed over {detail} only",
+        "tiles of rows overwrite each other's sum, or the loop over them ends early",
+        "dsink",
+        "dsink wrong, everything else right",
+        "Set dO to 0 in all other rows: the comparison must turn healthy.",
+        needs=both(has("sink"), lambda call: not call.varlen),
+        variants=rows_of_tiles(_dsink_of, "dsink"),
+        demo=CAUSAL_TILES | {"spec": {"causal": True, "sink": True}},
     ),
     _sink(
         "dsink-unweighted",

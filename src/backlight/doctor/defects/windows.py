@@ -6,8 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 from backlight.call import Call
-from backlight.doctor.defects.defect import CAUSAL, Defect, lengths_differ, windowed
-from backlight.doctor.defects.mutants import Mutant, other_spec, top_left
+from backlight.doctor.defects.defect import CAUSAL, CAUSAL_TILES, FEW_TILES, Defect, lengths_differ, windowed
+from backlight.doctor.defects.masks import own_mask
+from backlight.doctor.defects.mutants import Mutant, bottom_left, in_both_halves, other_spec, showing, top_left
+from backlight.doctor.defects.tails import keys_beyond
 
 WINDOW = {"spec": {"causal": True, "window": (40, 0)}}
 
@@ -30,9 +32,22 @@ def without_window(call: Call) -> Callable[[Call], Call]:
     return other_spec(window=(None, call.spec.window[1]))
 
 
-def back(call: Call) -> Callable[[Call], Call]:
-    """The original spec again: for changes that only the forward sees."""
-    return other_spec(causal=call.spec.causal, window=call.spec.window)
+def _wrong_sign(call: Call) -> list[Mutant]:
+    stages = showing(bottom_left(call.spec))
+    return [
+        Mutant(forward=stages, backward=stages),
+        Mutant(forward=stages, detail=", in the forward alone"),
+        Mutant(backward=stages, detail=", in the backward alone"),
+    ]
+
+
+def _keys_by_rows(call: Call) -> list[Mutant]:
+    s = keys_beyond(call.q.shape[2])
+    return [
+        in_both_halves(s=s),
+        Mutant(forward={"s": s}, detail=" in the forward"),
+        Mutant(backward={"s": s}, detail=" in the backward"),
+    ]
 
 
 def window_edges(steps: tuple[int, ...], place: str) -> Callable[[Call], list[Mutant]]:
@@ -49,7 +64,7 @@ def window_edges(steps: tuple[int, ...], place: str) -> Callable[[Call], list[Mu
                 if place == "backward":
                     found.append(Mutant(sees_backward=change, detail=detail))
                 elif place == "forward":
-                    found.append(Mutant(sees=change, sees_backward=back(call), detail=detail))
+                    found.append(Mutant(sees=change, sees_backward=own_mask(call), detail=detail))
                 else:
                     found.append(Mutant(sees=change, detail=detail))
         return found
@@ -115,6 +130,17 @@ DEFECTS = [
         needs=windowed,
         variants=lambda call: [Mutant(sees_backward=without_window(call))],
     ),
+    _window(
+        "window-missing-forward",
+        "the forward ignores the window, the backward applies it",
+        "the window is applied in the backward only",
+        "s",
+        "o and lse are wrong in rows that reach beyond the window; no such weights in the backward",
+        "Make the window longer than the sequence: the comparison must turn healthy.",
+        needs=windowed,
+        variants=lambda call: [Mutant(sees=without_window(call), sees_backward=own_mask(call))],
+        demo=WINDOW | FEW_TILES,
+    ),
     Defect(
         "align-backward",
         "the backward aligns the mask to the first key, the forward to the last",
@@ -126,5 +152,29 @@ DEFECTS = [
         needs=lengths_differ,
         variants=lambda call: [Mutant(backward={"s": top_left(call.spec)})],
         demo=CAUSAL | {"sk": 180},
+    ),
+    Defect(
+        "align-sign",
+        "the mask is shifted by Sq - Sk where it must be Sk - Sq{detail}",
+        "the sign of the offset between rows and keys is wrong",
+        "s",
+        "o is wrong, and only when Sq and Sk differ",
+        "Run with Sq = Sk: the comparison must turn healthy.",
+        family="alignment",
+        needs=lengths_differ,
+        variants=_wrong_sign,
+        demo=CAUSAL_TILES | {"sk": 100},
+    ),
+    Defect(
+        "keys-by-rows",
+        "keys from the number of rows on are never read{detail}: the length of the keys is taken from q",
+        "the loop over keys, or the check of its last tile, ends at Sq where it must end at Sk",
+        "s",
+        "o is wrong, and only when Sk is larger than Sq; dk and dv are 0 for the last keys",
+        "Run with Sq = Sk: the comparison must turn healthy.",
+        family="alignment",
+        needs=lambda call: call.k.shape[2] > call.q.shape[2] and not call.varlen,
+        variants=_keys_by_rows,
+        demo=FEW_TILES | {"sk": 100},
     ),
 ]

@@ -31,6 +31,7 @@ IMPROVES = 0.8
 # a mutant that rounds may round a few values the other way: one cell stands out although nothing is left to explain
 NEARLY_ALL = 0.995
 SIFT = 3 * FITS
+OF_FORWARD = ("y", "lse")
 
 
 @dataclass
@@ -123,11 +124,8 @@ def explain(
     evaluate = evaluation(problem, observations)
     gains = {name: c.gain for name, c in comparisons.items() if c.gains}
     at = worst_head(problem, comparisons)
-    sifted = []
-    for defect in defects:
-        for mutant in defect.candidates(problem.call, gains):
-            outputs = evaluate(mutant, only=frozenset([at]))
-            sifted.append((max(o.misfit(outputs[o.key], at)[1] for o in observations), defect, mutant))
+    sift = sieve(problem, observations, evaluate, at)
+    sifted = [(sift(mutant), defect, mutant) for defect in defects for mutant in defect.candidates(problem.call, gains)]
     close = [entry for entry in sifted if entry[0] <= SIFT] or sorted(sifted, key=lambda entry: entry[0])[:3]
     null = [o.misfit(problem.truth[o.key]) for o in observations]
     total, noise = sum(d for _, _, d in null), sum(o.noise for o in observations)
@@ -140,6 +138,28 @@ def explain(
         worst, average = max(p[0] for p in parts), max(p[1] for p in parts)
         found.append(Explanation(defect, mutant, worst, average, explained, max(n[1] for n in null)))
     return rank(found)
+
+
+def sieve(
+    problem: Problem, observations: list[Observation], evaluate: Callable[..., dict[str, Tensor]], at: tuple[int, int]
+) -> Callable[[Mutant], float]:
+    """How far a candidate is off on one (batch, KV head); a forward that is far off spares its backward."""
+    of_forward = [o for o in observations if o.key in OF_FORWARD]
+
+    def far(outputs: Mapping[str, Tensor], among: Iterable[Observation]) -> float:
+        return max((o.misfit(outputs[o.key], at)[1] for o in among), default=0.0)
+
+    unchanged = far(problem.truth, of_forward)
+
+    def sift(mutant: Mutant) -> float:
+        only = frozenset([at])
+        if mutant.forward_changed:
+            found = far(evaluate(mutant, only=only, dy=None, dlse=None), of_forward)
+        else:
+            found = unchanged if mutant.outputs_kept else 0.0
+        return found if found > SIFT else far(evaluate(mutant, only=only), observations)
+
+    return sift
 
 
 def sums_over_heads(name: str, x: Tensor) -> bool:
