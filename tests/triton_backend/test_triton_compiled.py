@@ -281,7 +281,7 @@ def test_tangents_compile_for_hopper(d: int, spec: dict[str, object], monkeypatc
 
 
 # bytes of a thread: two accumulators of 128 columns leave too few registers for the addresses of four tiles that stay
-# (dkdv); dq takes 28 % less time with tiles that spill these than with those that spill nothing (docs/data/second-h200.txt)
+# (dkdv); dq takes 28 % less time with tiles that spill these than with those that spill nothing (docs/data/second-h200.txt.gz)
 SPILLED = {"_second_dkdv_kernel": {64: 0, 128: 80}, "_second_dq_kernel": {128: 48}}
 
 
