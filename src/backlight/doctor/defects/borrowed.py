@@ -71,10 +71,18 @@ def _parts(keys: int) -> Iterator[tuple[Callable[[Tensor], Tensor], str]]:
     """[Sq, Sk] -> the part of its keys that is summed, for each key."""
 
     for tile in (tile for tile in TILES if tile < keys <= MOST_TILES * tile):
-        yield lambda x, tile=tile: x[:, : x.shape[1] // tile * tile].sum(dim=-1, keepdim=True), f"keys of whole tiles of {tile}"
-        yield lambda x, tile=tile: x[:, :tile].sum(dim=-1, keepdim=True), f"the first {tile} keys"
-        yield lambda x, tile=tile: _within(x, tile), f"the {tile} keys of each tile by itself"
-        yield lambda x, tile=tile: _so_far(x, tile), f"the keys so far, in tiles of {tile}"
+        yield partial(_whole_tiles, tile=tile), f"keys of whole tiles of {tile}"
+        yield partial(_first_tile, tile=tile), f"the first {tile} keys"
+        yield partial(_within, tile=tile), f"the {tile} keys of each tile by itself"
+        yield partial(_so_far, tile=tile), f"the keys so far, in tiles of {tile}"
+
+
+def _whole_tiles(x: Tensor, tile: int) -> Tensor:
+    return x[:, : x.shape[1] // tile * tile].sum(dim=-1, keepdim=True)
+
+
+def _first_tile(x: Tensor, tile: int) -> Tensor:
+    return x[:, :tile].sum(dim=-1, keepdim=True)
 
 
 def _tiled(x: Tensor, tile: int) -> Tensor:

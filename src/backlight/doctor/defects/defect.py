@@ -12,10 +12,10 @@ from backlight.doctor.defects.mutants import Mutant
 
 Variants = Callable[[Call], Iterable[Mutant]]
 # what most demos ask for
-CAUSAL = {"spec": {"causal": True}}
+CAUSAL: dict[str, Any] = {"spec": {"causal": True}}
 CAUSAL_FULL = CAUSAL | {"level": "full"}
 # a few tiles are enough for what goes wrong with tiles and rows
-FEW_TILES: Mapping[str, Any] = {"shape": (1, 2, 72, 32)}
+FEW_TILES: dict[str, Any] = {"shape": (1, 2, 72, 32)}
 CAUSAL_TILES = CAUSAL | FEW_TILES
 
 

@@ -111,14 +111,16 @@ def lost(call: Call, parts: Callable[[int, int, Call], Iterator[tuple[Cells, str
 
 def _without(cells: Cells) -> Callable[..., Tensor]:
     def s(capped, bias, column, pair_bias, visible):
-        hidden = cells(*visible.shape, visible.device)
+        rows, keys = visible.shape
+        hidden = cells(rows, keys, visible.device)
         return STAGES["s"].compute(capped, bias, column, pair_bias, visible & ~hidden)
 
     return s
 
 
 def _cut(x: Tensor, cells: Cells) -> Tensor:
-    return x.masked_fill(cells(*x.shape, x.device), 0)
+    rows, keys = x.shape
+    return x.masked_fill(cells(rows, keys, x.device), 0)
 
 
 def _dq_without(cells: Cells) -> Callable[..., Tensor]:
@@ -165,7 +167,8 @@ def _revealed(rows: int, keys: int) -> Cells:
 
 def _with(cells: Cells) -> Callable[..., Tensor]:
     def s(capped, bias, column, pair_bias, visible):
-        shown = cells(*visible.shape, visible.device)
+        rows, keys = visible.shape
+        shown = cells(rows, keys, visible.device)
         return STAGES["s"].compute(capped, bias, column, pair_bias, visible | shown)
 
     return s
