@@ -102,6 +102,10 @@ def _natural(tlse: Tensor, raw: Tensor | None, lse: Tensor | None, problem: Prob
     return tlse.masked_fill(problem.truth.lse == -torch.inf, 0)
 
 
+# how many times the relative error of a forward its tangents may have: they are sums of larger terms
+AS_COARSE = 3
+
+
 # --- what is wrong -----------------------------------------------------------------------------------------------------------
 
 
@@ -152,10 +156,23 @@ def _name(sheet: Sheet, seen: Seen, comparisons: Mapping[str, Comparison], expla
     elif "o" in comparisons and comparisons["o"].bad:
         # tangents of a wrong forward: whatever explains o comes first
         return
+    elif _as_coarse(sheet, seen, comparisons):
+        for row in seen.rows:
+            if row.status in ("culprit", "suspect"):
+                row.status, row.note = "inherited", "as coarse as the forward is"
+        return
     else:
         found = verdict.open_finding(seen.rows, seen.problem, seen.comparisons, [], ranked)
     found.evidence[1:1] = lines
     sheet.add(found)
+
+
+def _as_coarse(sheet: Sheet, seen: Seen, comparisons: Mapping[str, Comparison]) -> bool:
+    """Whether the forward lost digits, and tangents no more than a few times as many."""
+    if verdict.precision_finding(sheet.problem, comparisons, sheet.probes) is None:
+        return False
+    coarsest = max(c.relative for c in comparisons.values())
+    return all(c.relative <= AS_COARSE * coarsest for c in seen.comparisons.values() if c.bad)
 
 
 def _follows(seen: Seen, explained: Explanation) -> bool:
