@@ -200,10 +200,10 @@ def test_a_short_call_with_a_pair_bias_is_three_launches(card: Watched, monkeypa
     with without_jit():
         assert [name for name, _ in card.took(run)] == ["_fwd_kernel", "_fused_kernel", "_pair_sums_kernel"]
     assert memory_operations(run) == {"empty_strided": 7}
-    # the layout of one tensor more is asked for in both directions
-    # an address that a program has not met is remembered first, and in a crowded heap each run may bring some
-    entered = [sum(functions_entered(run, but=("replay.py", "triton.py")).values()) for _ in range(4)]
-    assert min(entered) <= MOST_FUNCTIONS + 2, entered
+    # the layout of one tensor more is asked for in both directions; an address that a program has not met is remembered first
+    # (`Memory.__setitem__`), and in a crowded heap each run brings some
+    entered = functions_entered(run, but=("replay.py", "triton.py"))
+    assert sum(times for name, times in entered.items() if name != "call.py:__setitem__") <= MOST_FUNCTIONS, entered
 
 
 @pytest.mark.skipif(bool(kernels_lack()), reason="the kernel is written in Gluon")
