@@ -282,3 +282,19 @@ def test_rows_written_in_place_count() -> None:
     torch.testing.assert_close(backlight.attention(q, k, v, mask=both), expected)
     with torch.inference_mode():
         torch.testing.assert_close(backlight.attention(q, k, v, mask=mask.documents(lengths=[64, 192], causal=True)), expected)
+
+
+@pytest.mark.parametrize("borders", [[[0, 300]], [[4, 256]], [[0, 200, 100, 256]], [[0, 256], [0, 100]], [[-8, 256]]], ids=str)
+def test_borders_out_of_order_are_refused(borders: list[list[int]]) -> None:
+    """Kernels of packed sequences read and write where borders say."""
+    rows = mask.documents(lengths=[100, 156]).rows
+    assert Mask(rows, borders=torch.tensor([[0, 100, 256]], dtype=torch.int32)).borders is not None
+    with pytest.raises(ValueError, match="borders must rise from 0 to the number of positions of all entries, 256"):
+        Mask(rows, borders=torch.tensor(borders, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("lengths", [[-5, 300], [1 << 31, 1], [0, 0], [100, -100, 400]], ids=str)
+def test_lengths_out_of_range_make_borders_in_order(lengths: list[int]) -> None:
+    made = mask.documents(lengths=torch.tensor(lengths), length=256)
+    assert made.borders is not None
+    assert Mask(**made.state).borders is made.borders

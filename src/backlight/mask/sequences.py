@@ -13,7 +13,7 @@ from torch import Tensor
 
 from backlight.arguments import check_flag, check_whole
 from backlight.mask.inputs import Wholes, check_length, keys, of_entries, one_run, per_entry, per_key, place, same_device
-from backlight.mask.mask import Mask
+from backlight.mask.mask import Mask, with_borders
 
 Device = torch.device | str | None
 
@@ -63,7 +63,7 @@ def documents(
     ends = _ends(each, length, filled=totals is not None and bool((totals >= length).all()))
     number = _numbered(ends[0, :, 1 : 1 + each.shape[1]], length)
     found = _runs(number, number < each.shape[1], causal)
-    return Mask(found.rows, borders=_borders(ends, length), causal=causal) if length else found
+    return with_borders(found.rows, _borders(ends, length), causal) if length else found
 
 
 def _ends(lengths: Tensor, length: int, filled: bool) -> Tensor:
