@@ -1,0 +1,65 @@
+"""What pages say that derivatives cost on a card is what the records say."""
+
+from __future__ import annotations
+
+import gzip
+import re
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+JVP = (DOCS / "data" / "jvp-h200.txt").read_text()
+OPTIONS = (DOCS / "data" / "jvp-options-h200.txt").read_text()
+SECOND = gzip.decompress((DOCS / "data" / "second-h200.txt.gz").read_bytes()).decode()
+
+
+def page(name: str) -> str:
+    return " ".join((DOCS / name).read_text().split())
+
+
+def test_the_table_of_forward_mode() -> None:
+    found = re.findall(
+        r"D +(\d+) (\w+) +forward ([\d.]+) \(\d+\)  jvp ([\d.]+) \((\d+)\), ratio ([\d.]+), .*?ratio ([\d.]+)", JVP
+    )
+    assert len(found) == 4
+    text = page("hopper.md")
+    for d, mask, forward, both, rate, ratio, portable in found:
+        cells = f"| {float(forward):.2f} | {float(both):.2f} | {rate} | {ratio} | {float(portable):.1f} |"
+        assert f"| D = {d}, {mask} {cells}" in text
+
+
+def test_ratios_and_steps_of_forward_mode() -> None:
+    ratios = {d: [float(x) for x in re.findall(rf"D +{d} \w+ .*?jvp .*?ratio ([\d.]+)", JVP)] for d in (64, 128)}
+    text = page("derivatives.md")
+    assert f"take {max(ratios[64]):.1f} times our forward at D = 64" in text
+    assert f"and {min(ratios[128]):.1f} to {max(ratios[128]):.1f} times at D = 128" in text
+    steps = {s: (float(ms), float(gb)) for s, ms, gb in re.findall(r"S +(\d+)  ours ([\d.]+) ms, ([\d.]+) GB", JVP)}
+    ms, gb = steps["4096"]
+    assert f"takes {ms:.1f} ms and {1000 * gb:.0f} MB at S 4096" in text
+    ms, gb = steps["16384"]
+    assert f"at S 16384 it is {ms:.1f} ms and {gb:.2f} GB" in text
+
+
+def test_options_of_forward_mode() -> None:
+    def ratios(d: int, options: str) -> list[float]:
+        return [float(x) for x in re.findall(rf"TIME D +{d} \w+ +{options}: .* ratio ([\d.]+)", OPTIONS)]
+
+    text = page("hopper.md")
+    assert f"{max(ratios(128, 'block_n=64 consumers=2')):.1f} times the forward without turns" in text
+    assert f"{max(ratios(128, 'block_n=64 consumers=2 ahead=0 pingpong=1')):.1f} with turns" in text
+    assert f"at D = 64 took {max(ratios(64, 'block_n=64 consumers=3 pingpong=1')):.1f}." in text
+
+
+def test_double_backward() -> None:
+    found = {
+        int(d): (float(ms), float(triton), float(hopper))
+        for d, ms, triton, hopper in re.findall(
+            r"d=(\d+) causal DOUBLE BACKWARD.*?: ([\d.]+) ms = ([\d.]+)x backward triton, ([\d.]+)x backward hopper", SECOND
+        )
+    }
+    (ms64, triton64, hopper64), (ms128, triton128, hopper128) = found[64], found[128]
+    text = page("derivatives.md")
+    assert f"takes {ms64:.1f} ms at D = 64 and {ms128:.1f} ms at D = 128" in text
+    assert (
+        f"{triton64:.2f} and {triton128:.2f} times `triton`'s own backward, {hopper64:.2f} and {hopper128:.2f} times `hopper`'s"
+        in text
+    )
