@@ -17,8 +17,9 @@ import torch
 from backlight._private.torch import DispatchMode, keep_busy
 from backlight.doctor.report.model import Probe
 from backlight.doctor.steps import convention
+from backlight.doctor.steps.bench import Bench, differences, probe
 from backlight.doctor.steps.compare import compare, judged
-from backlight.doctor.steps.probes import IN_FLIGHT_CYCLES, Bench, differences, probe
+from backlight.doctor.steps.probes import IN_FLIGHT_CYCLES
 from backlight.doctor.subject.subject import Observed
 from backlight.doctor.subject.trouble import CouldNotRun, DeviceLost
 from backlight.problems import inputs

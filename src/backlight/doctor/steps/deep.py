@@ -9,10 +9,10 @@ import torch
 
 from backlight.doctor.report.model import FORWARD_MODE, Picture, Probe, StageRow
 from backlight.doctor.steps import convention, exact, hard_inputs, tomography
+from backlight.doctor.steps.bench import Bench
 from backlight.doctor.steps.compare import compare, judged
 from backlight.doctor.steps.explain import explain
 from backlight.doctor.steps.invariants import identities
-from backlight.doctor.steps.probes import Bench
 from backlight.doctor.steps.sheet import Sheet
 from backlight.doctor.steps.verdict import from_explanation
 from backlight.doctor.subject.trouble import DeviceLost

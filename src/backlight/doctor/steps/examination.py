@@ -17,6 +17,7 @@ from backlight.doctor.defects.probed import PROBED
 from backlight.doctor.report.model import FORWARD_MODE, Finding, Probe, Report, Where
 from backlight.doctor.report.words import counted
 from backlight.doctor.steps import adversarial, convention, deep, forward_mode, probes, remedies, signed, usable, verdict
+from backlight.doctor.steps.bench import Bench
 from backlight.doctor.steps.compare import TRUTH_OF, Comparison, compare, judged
 from backlight.doctor.steps.environment import self_check
 from backlight.doctor.steps.explain import Explanation, explain
@@ -190,7 +191,7 @@ class Examination(Sheet):
         shown = self._show_the_failing_run(bench) or comparisons
         self.pictures += pictures(shown | tangents, self.probes, problem)
 
-    def _show_the_failing_run(self, bench: probes.Bench) -> dict[str, Comparison]:
+    def _show_the_failing_run(self, bench: Bench) -> dict[str, Comparison]:
         """Rows, and comparisons for the pictures, of the run that a probe failed in, where the first run is right."""
         found = max((f for f in self.findings if f.id in bench.failing), key=lambda f: f.score, default=None)
         if found is None or any(row.status in verdict.WRONG for row in self.rows):
@@ -222,8 +223,8 @@ class Examination(Sheet):
                 "gradient-missing", [f"autograd returned nothing for {names}"], title=f"no gradient arrives: {names} missing"
             )
 
-    def _probe(self, observed: Observed) -> probes.Bench:
-        bench = probes.Bench(self.subject, self.problem, observed)
+    def _probe(self, observed: Observed) -> Bench:
+        bench = Bench(self.subject, self.problem, observed)
         chosen = {
             "quick": probes.QUICK,
             "full": probes.FULL,
@@ -266,7 +267,7 @@ class Examination(Sheet):
             )
         self.named(identifier, lines, where, title, None if identifier in MISREAD else stage)
 
-    def _one_cause(self, bench: probes.Bench, ran: list[tuple[Callable[[probes.Bench], Probe], Probe]]) -> None:
+    def _one_cause(self, bench: Bench, ran: list[tuple[Callable[[Bench], Probe], Probe]]) -> None:
         """Memory faults look like races and stride errors too: keep what explains the others, and what it does not explain."""
         found = {f.id for f in self.findings}
         gone: set[str] = set()
@@ -279,7 +280,7 @@ class Examination(Sheet):
             gone = {"race-lost-update", "do-stride", "input-stride"} if remembers else {"accumulates-over-calls"}
         self.findings = [f for f in self.findings if f.id not in gone]
 
-    def _explain_what_remains(self, bench: probes.Bench, first: Look) -> Explanation | None:
+    def _explain_what_remains(self, bench: Bench, first: Look) -> Explanation | None:
         """The first run explained, or, beside a finding that spoils it, what is left once its own next check is applied."""
         remains = remedies.remaining(self.findings, bench)
         if remains is None:

@@ -11,9 +11,9 @@ from typing import Any
 from backlight.doctor.defects.catalogue import about
 from backlight.doctor.report.model import Finding, Probe
 from backlight.doctor.steps import convention
+from backlight.doctor.steps.bench import Bench
 from backlight.doctor.steps.explain import explain
 from backlight.doctor.steps.look import Look, look
-from backlight.doctor.steps.probes import Bench
 from backlight.doctor.steps.sheet import Sheet
 from backlight.doctor.steps.verdict import WRONG, from_explanation
 from backlight.problems import inputs

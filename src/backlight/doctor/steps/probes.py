@@ -8,9 +8,8 @@ last place where the subject itself is not repeatable.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,111 +20,30 @@ from backlight._private.torch import keep_busy
 from backlight.doctor.report.model import Probe
 from backlight.doctor.report.words import counted
 from backlight.doctor.steps import fresh
+from backlight.doctor.steps.bench import (
+    REORDERED,
+    REORDERED_WIDE,
+    Bench,
+    Failing,
+    differences,
+    distance,
+    distances_in_words,
+    gradients,
+    probe,
+)
 from backlight.doctor.subject import layouts
-from backlight.doctor.subject.subject import Observed, Subject
-from backlight.doctor.subject.trouble import CouldNotRun, DeviceLost, Unrepeatable
+from backlight.doctor.subject.subject import Observed
+from backlight.doctor.subject.trouble import CouldNotRun, Unrepeatable
 from backlight.problems.axes import AXES, cut_call, tensors_of, with_tensors
-from backlight.problems.problem import Problem
 from backlight.spec import OF_PAIRS
 
-# other strides may select another code path with other rounding; a stride error is of order one
-CLOSE = 8.0
 REPEATS = 10
 # key tiles of the probe of hidden positions
 KEY_TILE, MOST_TILES, MOST_PAIRS = 64, 6, 2**26
 # about 10 ms on a GPU of 2 GHz: longer than any launch, short enough to be run on every problem
 IN_FLIGHT_CYCLES = 20_000_000
-# how far beyond its own run-to-run differences a subject may be before another cause is named
-SPREAD = 3.0
-# fp32 sums in another order, rounded once to the output dtype: a unit in the last place of the largest values
-REORDERED, REORDERED_WIDE = 16.0, 256.0
 
 Layouts = Mapping[str, Callable[[Tensor], Tensor]]
-
-
-@dataclass
-class Failing:
-    """A run in which a probe's defect shows: how it differs from the first one, and what came out."""
-
-    words: str
-    problem: Problem
-    observed: Observed
-
-
-@dataclass
-class Bench:
-    """A subject, a problem, and the first answer it gave."""
-
-    subject: Subject
-    problem: Problem
-    base: Observed
-    spread: dict[str, float] = field(default_factory=dict)
-    failing: dict[str, Failing] = field(default_factory=dict)
-
-    @property
-    def close(self) -> float:
-        """eps that another order of the same sums may move a value by: 16-bit results are rounded once, wide ones are not."""
-        return CLOSE if self.problem.sixteen_bit else REORDERED_WIDE
-
-    def equal(self, found: dict[str, float], what: str, finding: str) -> Probe:
-        """Passed when nothing differs by more than the subject's own repeats do, or by a few eps."""
-        far = {n: d for n, d in found.items() if not d <= max(self.close, SPREAD * self.spread.get(n, 0.0))}
-        if far:
-            return Probe("", False, f"{what}: {_words(far)}", data={"finding": finding, "wrong": sorted(far)})
-        return Probe("", True, "equal" if not found else f"equal up to {max(found.values()):.1f} eps")
-
-    def run(
-        self, dy: Tensor | None = None, dlse: Tensor | None = None, problem: Problem | None = None, **layout: Any
-    ) -> Observed:
-        problem = problem or self.problem
-        return self.subject.run(problem.call, problem.dy if dy is None else dy, dlse, **layout)
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    """Largest difference in units of eps times the rms of a; inf when one is finite and the other is not."""
-    if not torch.equal(torch.isfinite(a), torch.isfinite(b)):
-        return float("inf")
-    a, b = (torch.where(torch.isfinite(x), x, 0).double() for x in (a, b))
-    if a.numel() == 0 or torch.equal(a, b):
-        return 0.0
-    return float((a - b).abs().max() / (torch.maximum(a, b).pow(2).mean().sqrt() + 1e-300))
-
-
-def differences(a: Observed, b: Observed, eps: float) -> dict[str, float]:
-    """Name -> distance in eps for every output that both runs have and that is not equal."""
-    found = {n: distance(a[n], b[n]) / eps for n in a.values if n in b and a[n].shape == b[n].shape}
-    return {n: d for n, d in found.items() if d > 0}
-
-
-def _words(found: dict[str, float]) -> str:
-    return ", ".join(
-        f"{n} by {d:.3g} eps" if d != float("inf") else f"{n} (finite against not finite)" for n, d in found.items()
-    )
-
-
-def probe(name: str) -> Callable[[Callable[[Bench], Probe]], Callable[[Bench], Probe]]:
-    """Times the probe, names it, and turns a refusal of the subject into 'not run'."""
-
-    def wrap(function: Callable[[Bench], Probe]) -> Callable[[Bench], Probe]:
-        def run(bench: Bench) -> Probe:
-            started = time.perf_counter()
-            try:
-                found = function(bench)
-            except (Unrepeatable, DeviceLost):
-                raise
-            except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as error:
-                found = Probe(name, None, f"the subject refused: {str(error).splitlines()[0][:200] if str(error) else error!r}")
-            found.name, found.seconds = name, time.perf_counter() - started
-            return found
-
-        run.__name__ = function.__name__
-        return run
-
-    return wrap
-
-
-def gradients(observed: Observed) -> dict[str, Tensor]:
-    return {n: x for n, x in observed.values.items() if n.startswith("d") and n not in ("delta", "dp", "ds")}
 
 
 # --- quick -----------------------------------------------------------------------------------------------------------------
@@ -293,7 +211,9 @@ def _repeats(bench: Bench, count: int) -> Probe:
         return Probe("", True, f"{count} runs are equal bit for bit", data=data)
     limit = REORDERED if bench.problem.sixteen_bit else REORDERED_WIDE
     finding = "atomics-reorder" if all(d <= limit for d in worst.values()) else "race-lost-update"
-    return Probe("", False, f"{count} runs differ: {_words(worst)}", data=data | {"finding": finding, "wrong": sorted(worst)})
+    return Probe(
+        "", False, f"{count} runs differ: {distances_in_words(worst)}", data=data | {"finding": finding, "wrong": sorted(worst)}
+    )
 
 
 def _same_in_memory(bench: Bench, argument: str, choices: Layouts, what: str, finding: str) -> Probe:
@@ -444,7 +364,7 @@ def tile_sizes(bench: Bench) -> Probe:
     far = [(n, c, d) for n, c, d in rows if any(x > 4 / bench.problem.eps * 1e-2 for x in d.values())]
     if far:
         name, choice, found = far[0]
-        return Probe("", False, f"{name} = {choice} changes the result: {_words(found)}", data={"finding": "open"})
+        return Probe("", False, f"{name} = {choice} changes the result: {distances_in_words(found)}", data={"finding": "open"})
     return Probe("", True, f"{len(rows)} configurations agree")
 
 
