@@ -13,7 +13,7 @@ from backlight.backends.triton.pair import pair_tile, store_pair
 from backlight.backends.triton.primitives import (
     LOG2E,
     Sight,
-    key_span,
+    keys_of,
     logits_of,
     own_counts,
     row_block,
@@ -21,7 +21,7 @@ from backlight.backends.triton.primitives import (
     tile_gradient,
     tile_weights,
 )
-from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
+from backlight.backends.triton.visits import visited
 
 
 @triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
@@ -46,10 +46,7 @@ def _dq_kernel(
     BD: tl.constexpr = V.BD
     SLOPE: tl.constexpr = "apart" if V.TAU or WANT_DPAIR else "within"
     dq = tl.zeros([BM, BD], tl.float32)
-    span = key_span(block, geometry, V, BN)
-    key_tiles = tiles_of(sk, n_segments, V, BN)
-    visits = visits_of(span, mask, block.b, block.h, block.tile, tl.num_programs(0), key_tiles, geometry, V, BN)
-    intervals = intervals_of(mask, block.b, block.h, block.segment, sq, sk, n_segments, geometry, V, BN)
+    span, visits, intervals = keys_of(block, mask, sq, sk, n_segments, geometry, V, BN)
     sight = Sight(intervals, block.segment, packing)
     if visits.start < visits.stop:
         for step in range(visits.start, visits.stop, BN):

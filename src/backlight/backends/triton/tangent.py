@@ -19,10 +19,10 @@ from backlight.backends.triton.forward import LARGEST
 from backlight.backends.triton.launch import Launch, compact, rows_of
 from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
 from backlight.backends.triton.pair import pair_tile
-from backlight.backends.triton.primitives import LN2, LOG2E, key_span, logits_of, row_block, visible
+from backlight.backends.triton.primitives import LN2, LOG2E, keys_of, logits_of, row_block, visible
 from backlight.backends.triton.table import table_of
 from backlight.backends.triton.tangent_known import _tangent_known_kernel
-from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
+from backlight.backends.triton.visits import visited
 from backlight.call import Call
 from backlight.config import resolve
 
@@ -74,10 +74,7 @@ def _tangent_kernel(
     BDV: tl.constexpr = V.BDV
     o = tl.zeros([BM, BDV], tl.float32)
     w = tl.zeros([BM, BDV], tl.float32)
-    span = key_span(block, geometry, V, BN)
-    key_tiles = tiles_of(sk, n_segments, V, BN)
-    visits = visits_of(span, mask, block.b, block.h, block.tile, tl.num_programs(0), key_tiles, geometry, V, BN)
-    intervals = intervals_of(mask, block.b, block.h, block.segment, sq, sk, n_segments, geometry, V, BN)
+    span, visits, intervals = keys_of(block, mask, sq, sk, n_segments, geometry, V, BN)
     # a row meets its first key in the first tile, or after a tile that an edge cuts; a pair bias may hide any
     cut_before = 1
     if visits.start < visits.stop:
