@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +15,21 @@ from backlight.backends.hopper.forward.arguments import Terms
 from backlight.backends.hopper.fp8.arguments import Scales, Variant
 from backlight.backends.hopper.fp8.kernel import _fp8_kernel
 from backlight.backends.hopper.launch import GLUON_DTYPES, multiprocessors, nothing
+from backlight.config import resolve
 from backlight.fp8 import BLOCK, Quantised
 from backlight.spec import LOG2E, AttentionSpec
 
 NO_TERMS = Terms(None, None, None, None, None)
-WIDTHS = (64, 128, 256)
+WIDTHS = (64, 128)
 TOGETHER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Config:
+    """Stages of the rings; pingpong: warpgroups take turns with their matmuls."""
+
+    stages: int = 4
+    pingpong: bool = True
 
 
 def tiles(tensor: Tensor, rows: int, width: int) -> TensorDescriptor:
@@ -37,6 +47,7 @@ def forward(given: Quantised, spec: AttentionSpec, scale: float) -> tuple[Tensor
     device = given.q.device
     y = torch.empty(batch, heads, sq, d, dtype=given.dtype, device=device)
     lse = torch.empty(batch, heads, sq, dtype=torch.float32, device=device)
+    config = resolve("hopper.fp8", Fp8Config)
     masked = spec.left is not None or spec.right is not None
     row_tiles, key_tiles = -(-sq // BLOCK), -(-sk // BLOCK)
     n_tiles = row_tiles * batch * heads
@@ -48,11 +59,11 @@ def forward(given: Quantised, spec: AttentionSpec, scale: float) -> tuple[Tensor
         D=d,
         BN=BLOCK,
         NC=2,
-        ST=3 if d > 128 else 4,
+        ST=config.stages,
         HAS_LEFT=spec.left is not None,
         HAS_RIGHT=spec.right is not None,
         MASKED=masked or sk % BLOCK != 0,
-        PINGPONG=True if d <= 128 else False,
+        PINGPONG=config.pingpong,
     )
     args: list[Any] = [
         tiles(given.q, 64, d),
