@@ -238,6 +238,7 @@ class mbarrier:
 
 def bar_arrive(number: Any, THREADS: int, wait: bool = False) -> None:
     """Named hardware barrier; a call stands for all threads of its partition."""
+    assert 0 <= int(number) < 16, f"named barrier {number}: the hardware has sixteen, and another is an illegal instruction"
     with current.changed:
         state = current.named.setdefault(int(number), [0, 0])
         state[0] += current.local.threads

@@ -28,8 +28,12 @@ TOGETHER = 8
 class Fp8Config:
     """Stages of the rings; pingpong: warpgroups take turns with their matmuls."""
 
-    stages: int = 4
+    stages: int = 3
     pingpong: bool = True
+
+    def __post_init__(self) -> None:
+        if 2 * self.stages + 2 * self.pingpong > 8:
+            raise ValueError(f"{self} needs more than the 8 named barriers that are free")
 
 
 def tiles(tensor: Tensor, rows: int, width: int) -> TensorDescriptor:
