@@ -16,7 +16,7 @@ from backlight.backends.hopper.fp8.arguments import Scales, Variant
 from backlight.backends.hopper.fp8.kernel import _fp8_kernel
 from backlight.backends.hopper.launch import GLUON_DTYPES, multiprocessors, nothing
 from backlight.config import resolve
-from backlight.fp8 import BLOCK, Quantised
+from backlight.quantising import BLOCK, Quantised
 from backlight.spec import LOG2E, AttentionSpec
 
 NO_TERMS = Terms(None, None, None, None, None)
@@ -44,10 +44,11 @@ def tiles(tensor: Tensor, rows: int, width: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
 
 
-def forward(given: Quantised, spec: AttentionSpec, scale: float) -> tuple[Tensor, Tensor]:
+def forward(given: Quantised, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """(y, lse)."""
+    keys = given.keys
     batch, heads, sq, d = given.q.shape
-    kv_heads, sk = given.k.shape[1:3]
+    kv_heads, sk = keys.k.shape[1:3]
     device = given.q.device
     y = torch.empty(batch, heads, sq, d, dtype=given.dtype, device=device)
     lse = torch.empty(batch, heads, sq, dtype=torch.float32, device=device)
@@ -71,11 +72,11 @@ def forward(given: Quantised, spec: AttentionSpec, scale: float) -> tuple[Tensor
     )
     args: list[Any] = [
         tiles(given.q, 64, d),
-        tiles(given.k, BLOCK, d),
-        tiles(given.v, d, BLOCK),
+        tiles(keys.k, BLOCK, d),
+        tiles(keys.v, d, BLOCK),
         tiles(y, 64, d),
         lse,
-        Scales(given.q_scale, given.k_scale, given.v_scale, given.offset),
+        Scales(given.q_scale, keys.k_scale, keys.v_scale, given.offset),
         counter,
         int(dynamic),
         n_tiles,
@@ -88,7 +89,7 @@ def forward(given: Quantised, spec: AttentionSpec, scale: float) -> tuple[Tensor
         sk,
         spec.left or 0,
         spec.right or 0,
-        scale * LOG2E,
+        given.scale * LOG2E,
         NO_TERMS,
         variant,
     ]

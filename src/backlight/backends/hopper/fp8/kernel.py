@@ -2,7 +2,7 @@
 
 As the forward: one producer warp (producer.py) feeds two consumer warpgroups of 64 rows each (consumer.py) through ST-stage
 rings of K [ST, BN, D] and of V transposed [ST, D, BN]; CTAs are persistent, key blocks run from right to left, so that a key
-which all rows attend to at the beginning comes last and flushes nothing to zero. Shared memory besides: Q [2, 64, D], O in 16 bits.
+which all rows attend to at the beginning comes last and flushes nothing to zero. Shared memory besides: Q [2, 64, D] and O.
 """
 
 from triton.experimental import gluon

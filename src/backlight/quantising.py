@@ -17,22 +17,33 @@ GROUP = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Quantised:
-    """Attention's inputs in e4m3.
+class Keys:
+    """Keys and values in e4m3, to be kept for many queries.
 
-    q [B, Hq, Sq, D] and k [B, Hkv, Sk, D], rotated, k centred; v [B, Hkv, D, Sk padded], its keys in the order in which
-    weights lie in registers. q_scale [B, Hq, row blocks], k_scale [B, Hkv, key blocks], v_scale [B, Hkv, D]: powers of two.
-    offset [B, Hq, Sq]: what centring took from the scores of a row, fp32. mean [B, Hkv, D]: the mean of k. dtype: that of y.
+    k [B, Hkv, Sk, D], centred and rotated; v [B, Hkv, D, Sk padded], its keys in the order in which weights lie in registers.
+    k_scale [B, Hkv, key blocks], v_scale [B, Hkv, D]: powers of two. mean [B, Hkv, D]: what centring took from k, fp32.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+    mean: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """Queries in e4m3 beside their keys.
+
+    q [B, Hq, Sq, D], rotated; q_scale [B, Hq, row blocks]: powers of two. offset [B, Hq, Sq]: what centring took from scores of
+    a row, fp32. scale: of the scores. dtype: that of y.
     """
 
     q: Tensor
-    k: Tensor
-    v: Tensor
     q_scale: Tensor
-    k_scale: Tensor
-    v_scale: Tensor
     offset: Tensor
-    mean: Tensor
+    keys: Keys
+    scale: float
     dtype: torch.dtype
 
 
@@ -81,28 +92,46 @@ def in_order(v: Tensor) -> Tensor:
     return v.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).reshape(shape)
 
 
+def quantize_keys(k: Tensor, v: Tensor) -> Keys:
+    """k and v [B, Hkv, Sk, D] in e4m3."""
+    if k.shape != v.shape or k.dim() != 4:
+        raise ValueError(f"k and v must both be [B, Hkv, Sk, D], got {tuple(k.shape)} and {tuple(v.shape)}")
+    if k.shape[2] == 0:
+        raise ValueError("k must have a key")
+    k32, v32 = k.float(), v.float()
+    mean = k32.mean(2)
+    k8, k_scale = by_blocks((k32 - mean[:, :, None]) @ rotation(k.shape[-1], k.device))
+    v_scale = power_of_two(v32.abs().amax(2))
+    padded = torch.nn.functional.pad((v32 / v_scale[:, :, None]).transpose(2, 3), (0, -v.shape[2] % BLOCK))
+    return Keys(k8, in_register_order(padded).contiguous().to(torch.float8_e4m3fn), k_scale, v_scale, mean)
+
+
+def quantize_queries(q: Tensor, keys: Keys, scale: float | None = None) -> Quantised:
+    """q [B, Hq, Sq, D] in e4m3, for keys that are."""
+    batch, heads, _, d = q.shape
+    kv_heads = keys.k.shape[1]
+    if (batch, d) != (keys.k.shape[0], keys.k.shape[3]) or heads % kv_heads:
+        raise ValueError(
+            f"q {tuple(q.shape)} does not go with keys {tuple(keys.k.shape)}: [B, Hq, Sq, D], Hq a multiple of Hkv"
+        )
+    scale = d**-0.5 if scale is None else scale
+    q32 = q.float()
+    offset = (q32 * keys.mean.repeat_interleave(heads // kv_heads, 1)[:, :, None]).sum(-1) * scale
+    q8, q_scale = by_blocks(q32 @ rotation(d, q.device))
+    return Quantised(q8, q_scale, offset, keys, scale, q.dtype)
+
+
 def quantize(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Quantised:
     """q, k and v [B, H, S, D] in e4m3."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    turn = rotation(q.shape[-1], q.device)
-    q32, k32, v32 = (x.float() for x in (q, k, v))
-    mean = k32.mean(2)
-    group = q.shape[1] // k.shape[1]
-    offset = (q32 * mean.repeat_interleave(group, 1)[:, :, None]).sum(-1) * scale
-    q8, q_scale = by_blocks(q32 @ turn)
-    k8, k_scale = by_blocks((k32 - mean[:, :, None]) @ turn)
-    v_scale = power_of_two(v32.abs().amax(2))
-    turned = (v32 / v_scale[:, :, None]).transpose(2, 3)
-    padded = torch.nn.functional.pad(turned, (0, -v.shape[2] % BLOCK))
-    v8 = in_register_order(padded).contiguous().to(torch.float8_e4m3fn)
-    return Quantised(q8, k8, v8, q_scale, k_scale, v_scale, offset, mean, q.dtype)
+    return quantize_queries(q, quantize_keys(k, v), scale)
 
 
 def dequantized(given: Quantised) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k (both rotated, k centred) and v as they were rounded; exact in 16 bits with 8 bits of exponent."""
+    """q, k (both rotated, k centred) and v as they were rounded, fp32; exact in bf16 too."""
 
     def rows(x: Tensor, scale: Tensor) -> Tensor:
         return x.float() * scale.repeat_interleave(BLOCK, 2)[:, :, : x.shape[2], None]
 
-    v = in_order(given.v.float())[..., : given.k.shape[2]].transpose(2, 3) * given.v_scale[:, :, None]
-    return rows(given.q, given.q_scale), rows(given.k, given.k_scale), v
+    keys = given.keys
+    v = in_order(keys.v.float())[..., : keys.k.shape[2]].transpose(2, 3) * keys.v_scale[:, :, None]
+    return rows(given.q, given.q_scale), rows(keys.k, keys.k_scale), v
