@@ -9,7 +9,7 @@ from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch
 from backlight.backends.triton.loads import at, key_tile, load_vector, own_tile, row_state, store_tile
-from backlight.backends.triton.pair import pair_tile, store_pair
+from backlight.backends.triton.pair import block_place, pair_tile, store_pair
 from backlight.backends.triton.primitives import (
     LOG2E,
     Sight,
@@ -56,7 +56,8 @@ def _dq_kernel(
             t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
             s, slope = logits_of(t, geometry.unit, minus_lse2, geometry, V, SLOPE)
             if V.PAIR > 0:
-                s += pair_tile(pair, pair_desc, (block.b, block.h, block.row, j0), sq, V, PAIR_TMA, BM, BN, False) * LOG2E
+                place = block_place(block, j0, V)
+                s += pair_tile(pair, pair_desc, place, block.segment.sq, V, PAIR_TMA, BM, BN, False) * LOG2E
             if V.BIAS:
                 entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
                 s = add_bias(s, geometry.unit, table_ptr, entry, j0, span, geometry, V, BM, BN)
@@ -68,7 +69,8 @@ def _dq_kernel(
             p, _ = tile_weights(s, share, 0.0, block.position, keys, at_edge, sight, geometry, V, BN)
             ds, dx = tile_gradient(p, surviving(p, share, V), dp, delta, slope, V)
             if WANT_DPAIR:
-                store_pair(dpair, (block.b, block.h, block.row, j0), sq, ds, BM, BN)
+                place = block_place(block, j0, V)
+                store_pair(dpair, place, block.segment.sq, ds, BM, BN)
             dq = tl.dot(dx.to(k.dtype), k, dq, input_precision=V.PRECISION)
     store_tile(at(dq_rows, block.b, block.h, block.row), dq_rows.row, block.n_rows, dq * scale, BM, V.D, V.BD)
 

@@ -13,7 +13,7 @@ from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.elastic import elastic_of
 from backlight.backends.triton.launch import Launch, compact
 from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
-from backlight.backends.triton.pair import pair_tile
+from backlight.backends.triton.pair import block_place, pair_tile
 from backlight.backends.triton.primitives import LN2, LOG2E, keys_of, logits_of, row_block, visible
 from backlight.backends.triton.visits import visited
 from backlight.call import Call
@@ -58,7 +58,8 @@ def _fwd_kernel(
             else:
                 addend = 0.0
                 if V.PAIR > 0:
-                    addend = pair_tile(pair, pair_desc, (block.b, block.h, block.row, j0), sq, V, PAIR_TMA, BM, BN, False)
+                    place = block_place(block, j0, V)
+                    addend = pair_tile(pair, pair_desc, place, block.segment.sq, V, PAIR_TMA, BM, BN, False)
                     if V.SOFTCAP:
                         addend *= LOG2E / unit
                 x, _ = logits_of(t, 1.0, addend, geometry, V, "none")
