@@ -306,3 +306,22 @@ def test_second_derivatives_compile_for_hopper(d: int, spec: dict[str, object], 
     assert names == ["_tangent_known_kernel", "_second_rows_kernel", "_second_dq_kernel", "_second_dkdv_kernel"]
     for name, launched in zip(names, launches, strict=True):
         assert spilled(launched.compile(SM90).asm) <= SPILLED.get(name, {}).get(d, 0), name
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nvidia")
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("spec", [{}, {"causal": True, "bias": True}], ids=["full", "causal,bias"])
+def test_second_derivatives_of_every_gradient_fit(d: int, spec: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients at y and at its tangent, tiles of dq at D = 128 once asked for more shared memory than a Hopper has."""
+    for module in (config, tangent):
+        monkeypatch.setattr(module, "device_of", lambda device: Device("a card", "sm_90", 227 * 1024))
+    call = call_of(d=d, **spec)
+    hats = {name: x for name in LEARNED if (x := getattr(call, name)) is not None}
+    y, lse = torch.zeros_like(call.q), torch.zeros(call.q.shape[:3])
+    with recorded(second_rows, second_dq, second_dkdv, table, small) as launches:
+        second(call, hats, (y, lse, None, y, lse, None), (y, lse, y, lse), frozenset({"dq", "dk", "dv"}))
+    mains = [launched for launched in launches if launched.kernel.fn.__name__ in ("_second_dq_kernel", "_second_dkdv_kernel")]
+    assert len(mains) == 2
+    for launched in mains:
+        assert launched.compile(SM90).metadata.shared <= 227 * 1024, launched.kernel.fn.__name__
