@@ -28,8 +28,8 @@ from backlight.spec import AttentionSpec
 LENGTH, SHAPES, LIMIT = 8192, {64: (4, 32), 128: (4, 16)}, 90
 NEEDS = frozenset(("dq", "dk", "dv"))
 OPTIONS = {
-    64: (SecondConfig(64), SecondConfig(64, 3), SecondConfig(64, 2, True), SecondConfig(64, 3, True), SecondConfig(32, 4)),
-    128: (SecondConfig(32), SecondConfig(32, 2, True), SecondConfig(32, 3, True)),
+    64: tuple(SecondConfig(64, direct=direct, ahead=ahead) for direct in (False, True) for ahead in (False, True)),
+    128: (SecondConfig(32), SecondConfig(32, direct=True), SecondConfig(32, 3, direct=True), SecondConfig(32, ahead=True)),
 }
 
 

@@ -65,7 +65,14 @@ def test_some_tangents(given: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [SecondConfig(64, stages=3), SecondConfig(32, direct=True, persistent=False), SecondConfig(64, together=2)]
+    "config",
+    [
+        SecondConfig(64, stages=3),
+        SecondConfig(32, direct=True, persistent=False),
+        SecondConfig(64, ahead=True, together=2),
+        SecondConfig(32, direct=True, ahead=True),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (80, 30)}], ids=str)
 def test_configs(options: dict[str, object], config: SecondConfig) -> None:

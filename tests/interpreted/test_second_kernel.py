@@ -53,7 +53,18 @@ LONGER = (
     Case("bias,gqa", b=2, hq=2, hkv=1, sq=19, sk=21, bias=24, bias_origin=7),
 )
 SMALL = KernelConfig(16, 16, 4, 1)
-KERNELS = ("second_dq", "second_dq_of_both", "second_dkdv", "second_dbias", "dq", "dkdv", "dbias", "tangent", "tangent_known", "forward")
+KERNELS = (
+    "second_dq",
+    "second_dq_of_both",
+    "second_dkdv",
+    "second_dbias",
+    "dq",
+    "dkdv",
+    "dbias",
+    "tangent",
+    "tangent_known",
+    "forward",
+)
 
 
 def tangents_of(call: Call) -> dict[str, Tensor]:

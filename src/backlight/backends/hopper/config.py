@@ -237,11 +237,13 @@ class SecondConfig:
     """Row blocks of the kernel of second derivatives, whose key tiles are 128; other options are those of `BackwardConfig`.
 
     direct: dq is added to memory from registers, not by TMA from shared memory.
+    ahead:  scores of the next block and their tangents are multiplied behind dq of this one.
     """
 
     block_m: int
     stages: int = 2
     direct: bool = False
+    ahead: bool = False
     persistent: bool = True
     together: int = 0
 

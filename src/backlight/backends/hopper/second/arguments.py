@@ -43,8 +43,9 @@ class Variant(NamedTuple):
     TQ: bool
     TK: bool
     TV: bool
-    # option of SecondConfig
+    # options of SecondConfig
     DIRECT: bool
+    AHEAD: bool
     # what the backward has besides
     WIDE: bool = False
     BIAS: bool = False

@@ -19,7 +19,7 @@ from backlight.backends.hopper.backward.key_tiles import (
 )
 from backlight.backends.hopper.barriers import GROUP_AND_WARP, second_out_full
 from backlight.backends.hopper.primitives import WM, bar_arrive
-from backlight.backends.hopper.second.row_block import Sums, row_block, tile_layout
+from backlight.backends.hopper.second.row_block import Sums, first_scores, row_block, tile_layout
 
 
 @gluon.jit
@@ -43,8 +43,13 @@ def gradients(p, W: gl.constexpr):
     while number >= 0:
         dk = gl.zeros([WM, BD], gl.float32, tile_layout(BD))
         dv = gl.zeros([WM, BDV], gl.float32, tile_layout(BDV))
-        sums = Sums(dk=dk, dv=dv, count=count)
         mbarrier.wait(p.buffers.keys_full.index(W), turn & 1)
+        left = (read_field(p, turn, END, p.V.WARPS) - read_field(p, turn, BEGIN, p.V.WARPS)) * p.group
+        s = None
+        ts = None
+        if p.V.AHEAD:
+            s, ts = first_scores(p, count, left, W)
+        sums = Sums(dk=dk, dv=dv, s=s, ts=ts, count=count, left=left)
         for member in range(p.group):
             if p.V.HAS_LEFT:
                 sums = row_loop(p, turn, sums, member, BEGIN, CAREFUL_END, W, BOTH_ENDS)

@@ -125,6 +125,7 @@ def _start(launch: Launch, rows: Rows, dty: Tensor, moving: Moving, out: dict[st
             TK=tk is not None,
             TV=tv is not None,
             DIRECT=config.direct,
+            AHEAD=config.ahead,
         )
         options = {"num_warps": 4, "maxnreg": 168, **LATE_ADDRESSES, **OWN_REGISTERS}
         return {"grid": (programs,), "args": args, "constants": {"V": variant}, **options}

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from backlight.backends.hopper.backward.dq_convert import add_quads
 from backlight.backends.hopper.backward.key_tiles import BATCH, FIRST_TILE, KV_HEAD, PLAIN, read_field, seen_rows
 from backlight.backends.hopper.barriers import BOTH_GROUPS_AND_WARP, GROUP_AND_WARP, SECOND_ROWS_EMPTY, second_out_full
-from backlight.backends.hopper.compat import arguments, barrier, smem_reinterpret, warpgroup_mma_wait
+from backlight.backends.hopper.compat import Maybe, arguments, barrier, smem_reinterpret, warpgroup_mma_wait
 from backlight.backends.hopper.primitives import WM, bar_arrive, mma_over_columns, phase_of, pieces, stage_of
 from backlight.backends.hopper.scores import hidden_out, of_rows, weights
 from backlight.backends.hopper.second.arguments import DELTA, ETA, LSE, MU
@@ -22,11 +22,14 @@ from backlight.backends.hopper.second.dq import dq_layout
 
 @arguments
 class Sums:
-    """What a warpgroup carries from block to block."""
+    """What a warpgroup carries from block to block: also (AHEAD) s and ts of the next one, and how many there are left."""
 
     dk: gl.tensor
     dv: gl.tensor
+    s: Maybe
+    ts: Maybe
     count: gl.tensor
+    left: gl.tensor
 
 
 @gluon.constexpr_function
@@ -57,14 +60,27 @@ def operand(tile16, acc):
 
 
 @gluon.jit
-def start_moves(p, stage, zero, W: gl.constexpr):
-    """2 and 3, in flight."""
+def start_scores(p, count, wanted, W: gl.constexpr):
+    """1, and 2 and 3, in flight; of anything at all where no block is `wanted`."""
+    BM: gl.constexpr = p.V.BM
+    zero = gl.zeros([WM, BM], gl.float32, tile_layout(BM))
+    stage = stage_of(count, p.V.ST)
+    q = p.buffers.q.index(stage)
+    mbarrier.wait(p.buffers.rows_full.index(stage), phase_of(count, p.V.ST), pred=wanted)
+    s = mma_over_columns(p.buffers.k.index(W), q, zero, p.V.D)
     ts = zero
     if p.V.TQ:
         ts = mma_over_columns(p.buffers.k.index(W), p.buffers.tq.index(stage), ts, p.V.D)
     if p.V.TK:
-        ts = mma_over_columns(p.buffers.tk.index(W), p.buffers.q.index(stage), ts, p.V.D, p.V.TQ)
-    return ts
+        ts = mma_over_columns(p.buffers.tk.index(W), q, ts, p.V.D, p.V.TQ)
+    return s, ts
+
+
+@gluon.jit
+def first_scores(p, count, left, W: gl.constexpr):
+    """s and ts of a tile's first block."""
+    s, ts = start_scores(p, count, left > 0, W)
+    return warpgroup_mma_wait(0, deps=[s, ts])
 
 
 @gluon.jit
@@ -113,36 +129,48 @@ def add_dq(p, turn, member, i, dq):
 
 
 @gluon.jit
+def weights_and_moves(p, turn, sums, stage, i, W: gl.constexpr, MASK: gl.constexpr):
+    """(p, its tangent, b and c in flight)."""
+    BM: gl.constexpr = p.V.BM
+    MOVES: gl.constexpr = groups(p.V.D, p.V.BD) * (p.V.TQ + p.V.TK)
+    VALUES: gl.constexpr = groups(p.V.DV, p.V.BDV) * (1 + p.V.TV)
+    zero = gl.zeros([WM, BM], gl.float32, tile_layout(BM))
+    dto = p.buffers.dto.index(stage)
+    s = sums.s
+    ts = sums.ts
+    if not p.V.AHEAD:
+        s, ts = start_scores(p, sums.count, sums.count >= 0, W)
+    # 4 and 5
+    b = mma_over_columns(p.buffers.v.index(W), dto, zero, p.V.DV)
+    c = zero
+    if p.V.TV:
+        c = mma_over_columns(p.buffers.tv.index(W), dto, zero, p.V.DV)
+    if not p.V.AHEAD:
+        s = warpgroup_mma_wait(MOVES + VALUES, deps=[s])
+    pt = block_weights(p, turn, stage, s, i, W, MASK)
+    if not p.V.AHEAD:
+        ts, pt = warpgroup_mma_wait(VALUES, deps=[ts, pt])
+    return pt, pt * (ts * p.units.scale - state_of(p, stage, MU)), b, c
+
+
+@gluon.jit
 def row_block(p, turn, sums, member, i, W: gl.constexpr, MASK: gl.constexpr):
     """One row block: its dq goes out, dk and dv grow."""
     dtype: gl.constexpr = p.q_desc.dtype
-    MOVES: gl.constexpr = groups(p.V.D, p.V.BD) * (p.V.TQ + p.V.TK)
     VALUES: gl.constexpr = groups(p.V.DV, p.V.BDV)
-    BM: gl.constexpr = p.V.BM
-    zero = gl.zeros([WM, BM], gl.float32, tile_layout(BM))
+    SCORES: gl.constexpr = groups(p.V.D, p.V.BD) * (1 + p.V.TQ + p.V.TK) if p.V.AHEAD else 0
     count = sums.count
     stage = stage_of(count, p.V.ST)
     q = p.buffers.q.index(stage)
-    dto = p.buffers.dto.index(stage)
-    mbarrier.wait(p.buffers.rows_full.index(stage), phase_of(count, p.V.ST))
-    s_token = mma_over_columns(p.buffers.k.index(W), q, zero, p.V.D)
-    ts_token = start_moves(p, stage, zero, W)
-    b_token = mma_over_columns(p.buffers.v.index(W), dto, zero, p.V.DV)
-    c_token = zero
-    if p.V.TV:
-        c_token = mma_over_columns(p.buffers.tv.index(W), dto, zero, p.V.DV)
-    s = warpgroup_mma_wait(MOVES + VALUES * (1 + p.V.TV), deps=[s_token])
-    pt = block_weights(p, turn, stage, s, i, W, MASK)
-    ts, pt = warpgroup_mma_wait(VALUES * (1 + p.V.TV), deps=[ts_token, pt])
-    ta = pt * (ts * p.units.scale - state_of(p, stage, MU))
+    pt, ta, b_token, c_token = weights_and_moves(p, turn, sums, stage, i, W, MASK)
     # 6: dv += (p (ts - mu))^T dto
-    dv_token = warpgroup_mma(operand(ta.to(dtype), sums.dv), dto, sums.dv, is_async=True)
+    dv_token = warpgroup_mma(operand(ta.to(dtype), sums.dv), p.buffers.dto.index(stage), sums.dv, is_async=True)
     b, ta, pt = warpgroup_mma_wait(1 + VALUES * p.V.TV, deps=[b_token, ta, pt])
     b = b - state_of(p, stage, ETA)
     dr16 = (pt * b).to(dtype)
     part = ta * b
     dk_token = sums.dk
-    # both warps of a pair have read what the block before left: the other halves of its products, too
+    # all warps have done with ds and dr of the block before
     barrier()
     if p.V.TQ:
         # 7: dk += dr^T tq
@@ -159,11 +187,17 @@ def row_block(p, turn, sums, member, i, W: gl.constexpr, MASK: gl.constexpr):
     p.buffers.ds.index(W).store(ds16)
     fence_async_shared()
     dq_token = start_dq(p, W)
-    dk, dv = warpgroup_mma_wait(1 + p.V.TK, deps=[dk_token, dv_token])
+    s = sums.s
+    ts = sums.ts
+    if p.V.AHEAD:
+        s, ts = start_scores(p, count + 1, sums.left > 1, W)
+    dk, dv = warpgroup_mma_wait(SCORES + 1 + p.V.TK, deps=[dk_token, dv_token])
     bar_arrive(SECOND_ROWS_EMPTY + stage, BOTH_GROUPS_AND_WARP)
-    dq = warpgroup_mma_wait(0, deps=[dq_token])
+    dq = warpgroup_mma_wait(SCORES, deps=[dq_token])
     if p.V.DIRECT:
         add_dq(p, turn, member, i, dq)
     else:
         leave_dq(p, dq, count, W)
-    return Sums(dk=dk, dv=dv, count=count + 1)
+    if p.V.AHEAD:
+        s, ts = warpgroup_mma_wait(0, deps=[s, ts])
+    return Sums(dk=dk, dv=dv, s=s, ts=ts, count=count + 1, left=sums.left - 1)
