@@ -151,11 +151,11 @@ class HopperBackend:
 
     @torch.no_grad()
     def tangent(self, call: Call, tangents: dict[str, Tensor], known: tuple[Any, ...] | None) -> tuple[Any, ...]:
-        """What is known is returned as it came, and computed again beside its tangent."""
         from backlight.backends.hopper.tangent.host import tangent
         from backlight.backends.replaying.program import replayed
 
-        y, lse, ty, tlse = replayed(tangent, call, tuple(map(tangents.get, ("q", "k", "v"))), None)
+        saved = (None, None) if known is None else (known[0], known[1].contiguous())
+        y, lse, ty, tlse = replayed(tangent, call, (*map(tangents.get, ("q", "k", "v")), *saved), None)
         if known is not None:
             y, lse, _ = known
         return y, lse, None, ty, tlse, None
