@@ -33,6 +33,7 @@ from backlight.backends.triton import (
     small,
     table,
     tangent,
+    tangent_elastic,
 )
 from backlight.backends.triton import launch as host
 from backlight.backends.triton.backward import backward
@@ -281,6 +282,25 @@ def test_tangents_compile_for_hopper(d: int, spec: dict[str, object], monkeypatc
     (found,) = (launched for launched in launches if launched.kernel.fn.__name__ == "_tangent_kernel")
     # nothing is spilled but, beside three terms, four numbers
     assert spilled(found.compile(SM90).asm) <= (16 if "bias" in spec else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nvidia")
+@pytest.mark.parametrize("known", [False, True], ids=["fresh", "known"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_tangents_of_tau_compile_for_hopper(d: int, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to four accumulators, which wide heads leave too few registers for."""
+    for module in (config, tangent_elastic):
+        monkeypatch.setattr(module, "device_of", lambda device: Device("a card", "sm_90", 227 * 1024))
+    call = call_of(d=d, causal=True, tau=True)
+    tangents = {name: x for name in LEARNED if (x := getattr(call, name)) is not None}
+    y, lse = torch.zeros_like(call.q), torch.zeros(call.q.shape[:3])
+    with recorded(tangent_elastic, forward, table, small, tiles) as launches:
+        tangent_elastic.tangent_elastic(call, tangents, (y, lse, torch.zeros_like(y)) if known else None)
+    (found,) = (launched for launched in launches if launched.kernel.fn.__name__ == "_tangent_elastic_kernel")
+    made = found.compile(SM90)
+    assert spilled(made.asm) <= (0 if d == 64 else 16 if known else 288)
+    assert made.metadata.shared <= 227 * 1024
 
 
 # bytes of a thread: two accumulators of 128 columns leave too few registers for the addresses of four tiles that stay

@@ -5,7 +5,7 @@ Registers: q and tq [BM, D], accumulators w and tu [BM, Dv] in fp32, of fresh ro
 p and ts. Parity contract: tests/interpreted.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -16,13 +16,12 @@ from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.config import LARGE, MIDDLE, KernelConfig, width_of
 from backlight.backends.triton.device import device_of
 from backlight.backends.triton.forward import softmax_of
-from backlight.backends.triton.launch import Launch, compact, rows_of
+from backlight.backends.triton.launch import Launch, compact
 from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
 from backlight.backends.triton.primitives import (
     LOG2E,
-    Frame,
     Sight,
-    key_span,
+    keys_of,
     logits_of,
     own_counts,
     positive,
@@ -30,89 +29,10 @@ from backlight.backends.triton.primitives import (
     tile_weights,
     visible_count,
 )
-from backlight.backends.triton.table import table_of
-from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
+from backlight.backends.triton.tangent_steps import moved_scores, reference, sink_moves, start_tangent
+from backlight.backends.triton.visits import visited
 from backlight.call import Call
 from backlight.config import resolve
-
-
-class Moving(NamedTuple):
-    """What is compiled in beside the variant: which tangents there are."""
-
-    Q: bool
-    K: bool
-    V: bool
-    BIAS: bool
-    SINK: bool
-    TAU: bool
-    GATE: bool
-    # some score has one
-    SCORES: bool
-    # y and u are not known
-    FRESH: bool
-
-
-class Tensors(NamedTuple):
-    """Rows of tensors, and of their tangents."""
-
-    q: Any
-    k: Any
-    v: Any
-    gate: Any
-    y: Any
-    u: Any
-    tq: Any
-    tk: Any
-    tv: Any
-    tgate: Any
-    ty: Any
-    tu: Any
-
-
-class Values(NamedTuple):
-    """What has no rows of its own, and tangents of it."""
-
-    lse_ptr: Any
-    table_ptr: Any
-    tau_ptr: Any
-    sink_ptr: Any
-    tlse_ptr: Any
-    ttable_ptr: Any
-    ttau_ptr: Any
-    tsink_ptr: Any
-    scale: Any
-
-
-@triton.jit
-def moved_scores(q, tq, k, tk, scale, BM: tl.constexpr, BN: tl.constexpr, V: tl.constexpr, T: tl.constexpr):
-    """Tangents of scores before the cap (eq. 47)."""
-    ts = tl.zeros([BM, BN], tl.float32)
-    if T.Q:
-        ts = tl.dot(tq, tl.trans(k), ts, input_precision=V.PRECISION)
-    if T.K:
-        ts = tl.dot(q, tl.trans(tk), ts, input_precision=V.PRECISION)
-    return ts * scale
-
-
-@triton.jit
-def reference(p, ts, nu, opened):
-    """(nu, opened): of rows that meet their first weights in this tile the mean of ts there."""
-    total = tl.sum(p, 1)
-    mean = tl.sum(p * ts, 1) / tl.where(total > 0, total, 1.0)
-    nu += tl.where((opened == 0) & (total > 0), mean, 0.0)
-    return nu, tl.where(total > 0, 1.0, opened)
-
-
-@triton.jit
-def sink_moves(values, lse, nu, h, sees_nothing, T: tl.constexpr):
-    """What a sink adds to e."""
-    sink = tl.load(values.sink_ptr + h).to(tl.float32)
-    # an infinite sink is all there is, or nothing
-    p_sink = tl.where(lse == sink, 1.0, tl.exp2((sink - lse) * LOG2E))
-    moved = -nu
-    if T.SINK:
-        moved += tl.load(values.tsink_ptr + h).to(tl.float32)
-    return tl.where(sees_nothing, 0.0, p_sink * moved)
 
 
 @triton.jit
@@ -178,10 +98,7 @@ def _tangent_elastic_kernel(
     u = tl.zeros([BM, BDV], tl.float32)
     w = tl.zeros([BM, BDV], tl.float32)
     tu = tl.zeros([BM, BDV], tl.float32)
-    span = key_span(block, geometry, V, BN)
-    key_tiles = tiles_of(sk, n_segments, V, BN)
-    visits = visits_of(span, frame.mask, block.b, block.h, block.tile, tl.num_programs(0), key_tiles, geometry, V, BN)
-    intervals = intervals_of(frame.mask, block.b, block.h, block.segment, sq, sk, n_segments, geometry, V, BN)
+    span, visits, intervals = keys_of(block, frame.mask, sq, sk, n_segments, geometry, V, BN)
     sight = Sight(intervals, block.segment, packing)
     if visits.start < visits.stop:
         for step in range(visits.start, visits.stop, BN):
@@ -242,7 +159,7 @@ def _chosen(call: Call) -> KernelConfig:
     if width > 128:
         return KernelConfig(32, 32 if shared >= LARGE else 16, 8, 1)
     if shared >= LARGE:
-        return KernelConfig(64, 64 if width <= 64 else 32, 8, 2, tma=True)
+        return KernelConfig(64, 32, 4 if width <= 64 else 8, 2, tma=True)
     return KernelConfig(32, 32, 4, 2 if shared >= MIDDLE else 1)
 
 
@@ -259,43 +176,6 @@ def tangent_elastic(call: Call, tangents: dict[str, Tensor], known: tuple[Any, .
     else:
         y, lse, u = known
         y, u = (launch.empty_rows(*rows) for _ in range(2)) if fresh else (launch.readable(x) for x in (y, u))
-    _start(launch, tangents, (y, u), (ty, ty if tu is None else tu), (compact(lse), tlse), fresh)
+    results = (y, u, ty, ty if tu is None else tu, compact(lse), tlse)
+    start_tangent(_tangent_elastic_kernel, launch, config_of(call), tangents, results, (), fresh)
     return (y, lse, u, ty, tlse, tu) if known is None else (*known, ty, tlse, tu)
-
-
-def _start(
-    launch: Launch,
-    tangents: dict[str, Tensor],
-    outputs: tuple[Tensor, Tensor],
-    moved: tuple[Tensor, Tensor],
-    row_values: tuple[Tensor, Tensor],
-    fresh: bool,
-) -> None:
-    call, config = launch.call, config_of(launch.call)
-    grid = launch.row_grid(config.block_m)
-    if not (grid[0] and grid[1]):
-        return
-    # absent tensors still need a pointer; what is compiled in never reads it
-    own = {"q": launch.q, "k": launch.k, "v": launch.v, "gate": launch.gate}
-    tq, tk, tv, tgate = (launch.readable(tangents[name]) if name in tangents else x for name, x in own.items())
-    ttable = table_of(launch.start, tangents["bias"], 1.0) if "bias" in tangents else launch.table
-    ttau, tsink = (compact(tangents[n]) if n in tangents else x for n, x in (("tau", launch.tau), ("sink", launch.sink)))
-    lse, tlse = row_values
-    moving = Moving(
-        *(name in tangents for name in ("q", "k", "v", "bias", "sink", "tau", "gate")),
-        SCORES=not {"q", "k", "bias"}.isdisjoint(tangents),
-        FRESH=fresh,
-    )
-    packing, geometry, *lengths = launch.shared(call.cu_seqlens_q, config.block_m)
-    launch.start(
-        _tangent_elastic_kernel,
-        grid,
-        Tensors(*(rows_of(x) for x in (*own.values(), *outputs, tq, tk, tv, tgate, *moved))),
-        Values(lse, launch.table, launch.tau, launch.sink, tlse, ttable, ttau, tsink, float(call.scale)),
-        *launch.all_described(config, (), (launch.k, launch.v, tk, tv)),
-        Frame(launch.mask(config, of_rows=True), packing, geometry),
-        *lengths,
-        V=launch.variant,
-        T=moving,
-        **config.launch,
-    )
