@@ -8,7 +8,7 @@ from torch import Tensor
 
 from backlight.backends.triton.config import KernelConfig
 from backlight.backends.triton.launch import Launch, compact, rows_of
-from backlight.backends.triton.primitives import LOG2E, Frame
+from backlight.backends.triton.primitives import Frame, sink_weight
 from backlight.backends.triton.table import table_of
 
 
@@ -83,13 +83,11 @@ def reference(p, ts, nu, opened):
 @triton.jit
 def sink_moves(values, lse, nu, h, sees_nothing, T: tl.constexpr):
     """What a sink adds to e."""
-    sink = tl.load(values.sink_ptr + h).to(tl.float32)
-    # an infinite sink is all there is, or nothing
-    p_sink = tl.where(lse == sink, 1.0, tl.exp2((sink - lse) * LOG2E))
+    p_sink = sink_weight(tl.load(values.sink_ptr + h).to(tl.float32), lse, sees_nothing)
     moved = -nu
     if T.SINK:
         moved += tl.load(values.tsink_ptr + h).to(tl.float32)
-    return tl.where(sees_nothing, 0.0, p_sink * moved)
+    return p_sink * moved
 
 
 def start_tangent(
