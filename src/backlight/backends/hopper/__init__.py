@@ -70,7 +70,7 @@ class HopperBackend:
     name = "hopper"
     summary = "Hopper GPUs (sm_90), fp16 bf16: TMA and wgmma, FlashAttention-3's structure"
     takes = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "rows", "packed"})
-    derivatives = dict.fromkeys(("tangent",), frozenset({"causal", "window", "packed"}))
+    derivatives = dict.fromkeys(("tangent", "second"), frozenset({"causal", "window", "packed"}))
 
     def available(self) -> tuple[str, ...]:
         return missing()
@@ -119,6 +119,8 @@ class HopperBackend:
         from backlight.backends.hopper.config import padded
 
         d, dv = call.q.shape[-1], call.v.shape[-1]
+        if what == "second" and call.deterministic:
+            return ("second derivatives in a fixed order of sums",)
         if max(d, dv) > MAX_TANGENT_DIM:
             return (f"tangents with head dimension {max(d, dv)} above {MAX_TANGENT_DIM}",)
         if padded(d) != padded(dv):
@@ -149,14 +151,27 @@ class HopperBackend:
 
     @torch.no_grad()
     def tangent(self, call: Call, tangents: dict[str, Tensor], known: tuple[Any, ...] | None) -> tuple[Any, ...]:
-        """What is known is returned as it came, and computed again beside its tangent."""
         from backlight.backends.hopper.tangent.host import tangent
         from backlight.backends.replaying.program import replayed
 
-        y, lse, ty, tlse = replayed(tangent, call, tuple(map(tangents.get, ("q", "k", "v"))), None)
+        saved = (None, None) if known is None else (known[0], known[1].contiguous())
+        y, lse, ty, tlse = replayed(tangent, call, (*map(tangents.get, ("q", "k", "v")), *saved), None)
         if known is not None:
             y, lse, _ = known
         return y, lse, None, ty, tlse, None
+
+    @torch.no_grad()
+    def second(
+        self,
+        call: Call,
+        tangents: dict[str, Tensor],
+        results: tuple[Any, ...],
+        incoming: tuple[Any, ...],
+        needs: frozenset[str],
+    ) -> dict[str, Tensor]:
+        from backlight.backends.hopper.second.host import second
+
+        return second(call, tangents, results, incoming, needs, self.backward)
 
     def replay(self, call: Call, tensors: tuple[Tensor | None, ...], choice: Any) -> Callable[..., Any] | None:
         """The program of a direction; borders of packed sequences are values, which a program does not check."""

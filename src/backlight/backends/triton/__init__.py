@@ -56,7 +56,7 @@ class TritonBackend:
     # a new term has no derivatives until it is named here too
     twice = frozenset({"causal", "window", "softcap", "bias", "sink", "gate", "rows", "pos", "packed"})
     derivatives: ClassVar[dict[str, frozenset[str]]] = {
-        "tangent": twice | {"pair_bias", "part"},
+        "tangent": twice | {"tau", "pair_bias", "part"},
         "second": twice,
     }
 
@@ -105,14 +105,17 @@ class TritonBackend:
         )
 
     def tangent(self, call: Call, tangents: dict[str, Tensor], known: tuple[Any, ...] | None) -> tuple[Any, ...]:
-        from backlight.backends.triton.tangent import tangent
-
+        if call.tau is not None:
+            from backlight.backends.triton.tangent_elastic import tangent_elastic as tangent
+        else:
+            from backlight.backends.triton.tangent import tangent
         with torch.no_grad():
             return tangent(call, tangents, known)
 
     def why_not_differentiated(self, what: str, call: Call) -> tuple[str, ...]:
         if what != "second":
-            return ()
+            beside = {"a pair bias": call.pair_bias, "parts of a larger problem": call.part} if call.tau is not None else {}
+            return tuple(f"has no forward-mode derivative of tau with {name}" for name, x in beside.items() if x is not None)
         from backlight.backends.triton.config import why_no_second
 
         return why_no_second(call)

@@ -251,6 +251,9 @@ def _usual(kernel: str, width: int, call: Call, shared: int) -> KernelConfig:
 
 def _second_plain(kernel: str, narrow: bool, causal: bool) -> KernelConfig:
     """Measured on an H200."""
+    if kernel == "second_dq_of_both":
+        # the gradients at o and at its tangent side by side: wide tiles of both exceed shared memory
+        return KernelConfig(64, 64 if narrow else 32, 4, 2, tma=True)
     if kernel == "second_dq":
         return KernelConfig(64, 64, 4, 2, tma=True) if narrow else KernelConfig(128, 64, 8, 2, tma=True)
     if narrow:
@@ -273,6 +276,6 @@ def _second(kernel: str, width: int, call: Call, shared: int) -> KernelConfig:
     if call.spec.softcap is None and call.bias is None:
         return _second_plain(kernel, narrow, plain_of(call) == "causal")
     step = 64 if narrow and call.spec.softcap is None else 32
-    if kernel == "second_dq":
+    if kernel.startswith("second_dq"):
         return KernelConfig(128, step, 8, 2, tma=True)
     return KernelConfig(step, 128, 8, 2, tma=True, direct=True)
