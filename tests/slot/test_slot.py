@@ -31,6 +31,7 @@ class Originals:
 
     def __init__(self) -> None:
         self.called: list[str] = []
+        self.nested = False
         self.library = torch.library.Library("aten", "IMPL")
         for name in FLASH_OPERATORS:
             if hasattr(aten, name):
@@ -39,6 +40,9 @@ class Originals:
     def named(self, name: str) -> Any:
         def original(*args: Any, **kwargs: Any) -> Any:
             self.called.append(name)
+            if self.nested and name == "_scaled_dot_product_flash_attention":
+                q, k, v = (x.transpose(1, 2) for x in args[:3])
+                aten._flash_attention_forward(q, k, v, None, None, 9, 9, args[3], False, False)
             if name.endswith("backward"):
                 return tuple(torch.full_like(x, 7.0) for x in args[1:4])
             q = args[0]
@@ -188,6 +192,16 @@ def test_dropout_is_for_torch_in_both_directions(counts: Counts, originals: Orig
     assert originals.called == ["_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"]
     assert counts == Counts(0, 0, counts.fallbacks)
     assert dict(counts.fallbacks) == {"dropout_p is not 0": 2}
+
+
+def test_a_call_inside_of_torchs_own_is_the_same_call(counts: Counts, originals: Originals) -> None:
+    """torch's SDPA kernel calls its flash operator; both were counted."""
+    q, originals.nested = drawn(1, 2, 9, 16), True
+    aten._scaled_dot_product_flash_attention(q, q, q, 0.5, True)
+    assert originals.called == ["_scaled_dot_product_flash_attention", "_flash_attention_forward"]
+    assert dict(counts.fallbacks) == {"dropout_p is not 0": 1}
+    aten._flash_attention_forward(*[q.transpose(1, 2)] * 3, None, None, 9, 9, 0.0, False, False)
+    assert counts.forward == 1
 
 
 def test_what_else_is_for_torch(counts: Counts, originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ its autograd formulas, compiled graphs and captures alike; what no kernel of our
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -123,12 +124,22 @@ def registered(key: str, answers: Answers) -> Any:
     return library
 
 
+# torch's own kernel of one operator may call another: that is the same call
+_inside = threading.local()
+
+
 def _ours_or(original: Any, ours: Callable[..., Any], counts: Counts) -> Callable[..., Any]:
     def operator(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(_inside, "torchs_own", False):
+            return original.call_boxed(keys, *args, **kwargs)
         try:
             return ours(*args, **kwargs)
         except TorchsOwn as reason:
             counts.fallbacks[str(reason)] += 1
-        return original.call_boxed(keys, *args, **kwargs)
+        _inside.torchs_own = True
+        try:
+            return original.call_boxed(keys, *args, **kwargs)
+        finally:
+            _inside.torchs_own = False
 
     return operator
