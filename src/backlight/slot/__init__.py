@@ -26,6 +26,7 @@ NO_REGISTRY = (
 )
 
 _counts = Counts()
+_torchs_own = threading.local()
 
 
 def activate() -> Counts:
@@ -124,22 +125,19 @@ def registered(key: str, answers: Answers) -> Any:
     return library
 
 
-# torch's own kernel of one operator may call another: that is the same call
-_inside = threading.local()
-
-
 def _ours_or(original: Any, ours: Callable[..., Any], counts: Counts) -> Callable[..., Any]:
     def operator(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(_inside, "torchs_own", False):
+        # torch's operators for SDPA call those for flash attention: one call, decided once
+        if getattr(_torchs_own, "running", False):
             return original.call_boxed(keys, *args, **kwargs)
         try:
             return ours(*args, **kwargs)
         except TorchsOwn as reason:
             counts.fallbacks[str(reason)] += 1
-        _inside.torchs_own = True
+        _torchs_own.running = True
         try:
             return original.call_boxed(keys, *args, **kwargs)
         finally:
-            _inside.torchs_own = False
+            _torchs_own.running = False
 
     return operator
