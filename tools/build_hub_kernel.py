@@ -21,9 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "backlight"
-# where the walk along imports begins; backends are looked up by name
+# where the walk along imports begins, besides the backends, which are looked up by name
 STARTS = ("compat.flash_attn", "compat.flash_attn_interface", "api", "slopes", "mask", "tangents")
-BACKENDS = ("tiled", "triton", "hopper")
 LICENSE = "apache-2.0"
 EXPORTS = (
     "flash_attn_func",
@@ -83,10 +82,17 @@ def imported(path: Path) -> set[str]:
     return {module for module in found if module and path_of(module)}
 
 
+def backends() -> tuple[str, ...]:
+    """The names in `registry.ORDER`."""
+    found = re.search(r"^ORDER[^=]* = (\([^)]*\))", (SOURCE / "registry.py").read_text(), flags=re.M)
+    assert found is not None
+    return ast.literal_eval(found[1])
+
+
 def needed() -> set[str]:
     """All modules along the imports, and the packages that they are in."""
     found: set[str] = set()
-    waiting = {*STARTS, *(f"backends.{name}" for name in BACKENDS)}
+    waiting = {*STARTS, *(f"backends.{name}" for name in backends())}
     while waiting:
         module = waiting.pop()
         found.add(module)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -78,7 +79,11 @@ def pytest_sessionfinish() -> None:
 
 def outcomes(checkout: Path, model: str, attention: str, only: str, logs: Path) -> dict[str, str]:
     """Test -> passed, failed or skipped."""
-    paths = (str(Path(__file__).resolve().parent), str(ROOT / "src"), str(checkout), os.environ.get("PYTHONPATH", ""))
+    # alone in its folder: others beside it have names of packages
+    plugin = logs / "plugin"
+    plugin.mkdir(exist_ok=True)
+    shutil.copy(__file__, plugin)
+    paths = (str(plugin), str(ROOT / "src"), str(checkout), os.environ.get("PYTHONPATH", ""))
     found = logs / f"{model}-{attention}.json"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "RUN_SLOW": "1", ATTENTION: attention, OUTCOMES: str(found)}
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TOKENIZERS_PARALLELISM": "false"}
