@@ -41,9 +41,10 @@ from .compat.flash_attn import (
     {exports},
 )
 from .slopes import alibi
+from .tangents import attention_jvp, attention_varlen_jvp
 
 __version__ = "{version}"
-__all__ = ["alibi", "attention", "attention_varlen", "mask", {quoted}]
+__all__ = ["alibi", "attention", "attention_jvp", "attention_varlen", "attention_varlen_jvp", "mask", {quoted}]
 '''
 BUILD = """[general]
 name = "backlight"
