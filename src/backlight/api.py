@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import backlight.mask
 else:
     # masks are loaded when somebody makes one, or asks for the type of `mask`
-    backlight = sys.modules["backlight"]
+    backlight = sys.modules[__package__]
 
 # of the tiles that `explain` counts
 TILE = (128, 128)

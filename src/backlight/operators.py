@@ -20,8 +20,8 @@ from backlight.spec import GRADIENTS, LEARNED, TENSOR_NAMES, TENSORS, TERM_NAMES
 
 SCHEMA = ", ".join(f"Tensor{'?' if each.optional else ''} {each.name}" for each in TENSORS)
 SCALARS = (
-    "bool causal, int? left, int? right, float? scale, float? softcap, int bias_origin, bool deterministic, bool trusted, "
-    "str? backend"
+    "bool causal, SymInt? left, SymInt? right, float? scale, float? softcap, SymInt bias_origin, bool deterministic, "
+    "bool trusted, str? backend"
 )
 library = torch.library.Library("backlight", "DEF")
 library.define(f"attention({SCHEMA}, {SCALARS}, bool save_u) -> (Tensor, Tensor, Tensor)")

@@ -70,7 +70,7 @@ def names() -> tuple[str, ...]:
 def get(name: str) -> Backend:
     if name not in ORDER:
         raise ValueError(f"backend must be one of {', '.join(ORDER)}, got {name!r}")
-    return importlib.import_module(f"backlight.backends.{name}").BACKEND
+    return importlib.import_module(f"{__package__}.backends.{name}").BACKEND
 
 
 def refusals(call: Call) -> dict[str, tuple[str, ...]]:

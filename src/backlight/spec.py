@@ -42,6 +42,8 @@ LN2 = math.log(2.0)
 # no row is this far from a key: kernels count positions in 32 bits, and a reach must not leave them when one is added to it
 BEYOND = 1 << 30
 LARGEST = sys.float_info.max
+# a compiler puts a symbol in the place of a number that differs from call to call
+WHOLE = (int, torch.SymInt)
 
 Index = TypeVar("Index", int, Tensor)
 
@@ -157,7 +159,7 @@ class AttentionSpec:
         for side, reach in zip(("left", "right"), self.window, strict=True):
             if reach is None:
                 continue
-            if isinstance(reach, bool) or not isinstance(reach, int):
+            if isinstance(reach, bool) or not isinstance(reach, WHOLE):
                 raise TypeError(f"window {side} must be an int or None, got {reach!r}")
             if reach < 0:
                 raise ValueError(f"window {side} must be >= 0 or None for unbounded, got {reach}")
@@ -168,7 +170,7 @@ class AttentionSpec:
                 raise ValueError(f"{name} must be finite, got {value}")
         if self.softcap is not None and self.softcap <= 0:
             raise ValueError(f"softcap must be > 0 or None, got {self.softcap}")
-        if isinstance(self.bias_origin, bool) or not isinstance(self.bias_origin, int):
+        if isinstance(self.bias_origin, bool) or not isinstance(self.bias_origin, WHOLE):
             raise TypeError(f"bias_origin must be an int, got {self.bias_origin!r}")
         self._keep_within_reach()
 

@@ -134,7 +134,8 @@ class Shipped:
 @cache
 def tables() -> tuple[Shipped, ...]:
     found = []
-    for folder in sorted((files("backlight") / "data" / "tuning").iterdir(), key=lambda folder: folder.name):
+    package = __name__.partition(".")[0]
+    for folder in sorted((files(package) / "data" / "tuning").iterdir(), key=lambda folder: folder.name):
         path = folder / "triton.json"
         if path.is_file():
             record = json.loads(path.read_text())
