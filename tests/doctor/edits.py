@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from edits_read import READ_EDITS
+
 from backlight.spec import LN2
 
 BOTH = ("forward", "backward")
@@ -528,3 +530,4 @@ TANGENTS: dict[str, list[Edit]] = {
 }
 
 EDITS = SCALE | MASKS | INTERVALS | HEADS | ROWS | TERMS | PAIRS | TANGENTS
+EDITS |= {name: [Edit(*edit) for edit in edits] for name, edits in READ_EDITS.items()}

@@ -19,8 +19,15 @@ from backlight.doctor.steps.verdict import WRONG, from_explanation
 from backlight.problems import inputs
 from backlight.problems.problem import Problem
 
-HARD = {"jumps": "lse that jumps by 100 from block to block", "low_lse": "scores near -120", "outliers": "outliers in q and k"}
+HARD = {
+    "jumps": "lse that jumps by 100 from block to block",
+    "high_lse": "scores near +120",
+    "low_lse": "scores near -120",
+    "outliers": "outliers in q and k",
+}
 LENGTH = 256
+# at `quick`: positions, more keys than rows, and how far off is wrong beyond doubt
+SHORT, MORE_KEYS, GROSS = 72, 37, 0.25
 
 
 def run(sheet: Sheet, bench: Bench) -> None:
@@ -40,10 +47,38 @@ def run(sheet: Sheet, bench: Bench) -> None:
             return
 
 
-def drawn(problem: Problem, recipe: str) -> Problem | None:
+def low_scores(sheet: Sheet, bench: Bench) -> None:
+    """At `quick`: scores near -120 and, where no mask says how they are aligned, more keys than rows.
+
+    Padding counts with a score of 0, which ordinary scores hide and these do not. Only what is wrong beyond doubt is told.
+    """
+    call = bench.problem.call
+    if any(row.status in WRONG for row in sheet.rows) or call.pair_bias is not None:
+        return
+    rows = min(SHORT, call.q.shape[2])
+    keys = rows + MORE_KEYS if not call.spec.masked else min(SHORT, call.k.shape[2])
+    problem = drawn(bench.problem, "low_lse", rows, keys)
+    if problem is None or problem.recipe == bench.problem.recipe or not keys:
+        return
+    words = f"scores near -120, {rows} rows and {keys} keys"
+    try:
+        seen = _look(bench, problem)
+    except convention.REFUSALS as error:
+        first = str(error).splitlines()[0][:200] if str(error) else repr(error)
+        sheet.probes.append(Probe("low scores", None, f"the subject refused {rows} rows and {keys} keys: {first}"))
+        return
+    wrong = [n for n, c in seen.comparisons.items() if c.bad and (bool(c.nonfinite.any()) or not c.relative <= GROSS)]
+    sheet.probes.append(
+        Probe("low scores", not wrong, f"{', '.join(wrong)} wrong on {words}" if wrong else f"right on {words}")
+    )
+    if wrong:
+        sheet.add(_finding(seen, "low_lse", wrong))
+
+
+def drawn(problem: Problem, recipe: str, rows: int | None = None, keys: int | None = None) -> Problem | None:
     """The same kind of problem with inputs of a recipe, at most LENGTH positions; None where that cannot be."""
     call = problem.call
-    (b, hq, sq, d), sk = call.q.shape, call.k.shape[2]
+    (b, hq, _, d), sq, sk = call.q.shape, rows or call.q.shape[2], keys or call.k.shape[2]
     if call.rows is not None or call.varlen or not call.scale > 0 or not sq or not sk or max(sq, sk) > 4 * LENGTH:
         return None
     own: dict[str, Any] = {} if call.bias is None else {"bias": call.bias.shape[1]}
