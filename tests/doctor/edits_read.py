@@ -8,6 +8,7 @@ SLABS = "    for slab in slabs(call, config):\n        _backward_slab("
 AS_BSHD = "call.k.contiguous().view(call.k.shape[0], call.k.shape[2], call.k.shape[1], -1).transpose(1, 2)"
 TANH = 'self.tanh = torch.tanh(s2, out=self.workspace.take("tanh", *s2.shape))'
 DPAIRS = 'scores.pair_bias.add_gradient_(sums["dpair_bias"], ds, tile)'
+ROW = "torch.arange(tile.i0, tile.i1).repeat_interleave(call.group)[:, None]"
 SWEPT = "return finish(scores, sink, m, l), acc.div_(l.masked_fill(l == 0, 1))"
 
 READ_EDITS: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
@@ -30,5 +31,5 @@ READ_EDITS: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
             BOTH,
         )
     ],
-    "pair-bias-rows": [("backward", DPAIRS, DPAIRS.replace(" ds,", " ds * (tile.i0 < 64),"), BACKWARD)],
+    "pair-bias-rows": [("backward", DPAIRS, DPAIRS.replace(" ds,", f" ds.masked_fill({ROW} >= 64, 0),"), BACKWARD)],
 }

@@ -11,14 +11,17 @@ from backlight.call import Call
 from backlight.doctor.defects.defect import CAUSAL_TILES, Defect, always
 from backlight.doctor.defects.mutants import Mutant
 
+# below this a sum in fp32 has lost half of its digits
+COARSE = 1e-41
+
 
 def _in_fp32(x: Tensor) -> Tensor:
     """Numbers as fp32 holds them: infinite where they are too large, 0 where they are too small."""
     return x.float().to(x.dtype)
 
 
-def started(start: float, guarded: bool) -> Mutant:
-    """A running maximum that begins at a number, and stays there in rows of lower scores."""
+def started(start: float, guarded: bool, operand: torch.dtype = torch.float32) -> Mutant:
+    """A running maximum that begins at a number, and stays there in rows of lower scores; weights meet v in `operand`."""
 
     def weights(s: Tensor) -> tuple[Tensor, Tensor]:
         maximum = s.amax(dim=-1, keepdim=True).clamp(min=start)
@@ -28,12 +31,24 @@ def started(start: float, guarded: bool) -> Mutant:
         w, maximum = weights(s)
         return maximum[:, 0] + torch.log(_in_fp32(w.sum(dim=-1)))
 
+    def divisor(w: Tensor) -> Tensor:
+        total = _in_fp32(w.sum(dim=-1, keepdim=True))
+        return total.masked_fill(total == 0, 1) if guarded else total
+
     def p(s):
         w, _ = weights(s)
-        total = _in_fp32(w.sum(dim=-1, keepdim=True))
-        return w / (total.masked_fill(total == 0, 1) if guarded else total)
+        return w.to(operand).to(w.dtype) / divisor(w)
 
-    return Mutant(forward={"lse": lse, "p": p}, detail=f"starts at {start:g}")
+    def o(s, v):
+        w, _ = weights(s)
+        total, w = divisor(w), w.to(operand).to(w.dtype)
+        sums = w @ v
+        # the last numbers that fp32 has stand far apart: each product falls on one of them
+        coarse = (total[:, 0] < COARSE).nonzero().flatten()
+        sums[coarse] = _in_fp32(w[coarse, :, None] * v).sum(dim=1)
+        return sums / total
+
+    return Mutant(forward={"lse": lse, "p": p, "o": o}, detail=f"starts at {start:g}")
 
 
 def counted_start(start: float) -> Mutant:
@@ -43,6 +58,11 @@ def counted_start(start: float) -> Mutant:
         return torch.logsumexp(torch.cat([s, s.new_full((s.shape[0], 1), start)], dim=-1), dim=-1)
 
     return Mutant(forward={"lse": lse}, detail=f"starts at {start:g}, where the sum begins at 1")
+
+
+def _starts(call: Call) -> list[Mutant]:
+    operands = dict.fromkeys((call.q.dtype, torch.float32))
+    return [*(started(0.0, guarded, operand) for operand in operands for guarded in (True, False)), counted_start(0.0)]
 
 
 def merged(guarded: bool) -> Mutant:
@@ -77,7 +97,7 @@ DEFECTS = [
         "o and lse are wrong in rows of low scores; others are right",
         "Add a constant to all scores of a row (one more channel of q and k): the comparison must turn healthy.",
         confirm="mutant, on inputs of low scores",
-        variants=always(started(0.0, True), started(0.0, False), counted_start(0.0)),
+        variants=_starts,
         demo=CAUSAL_TILES | {"recipe": "low_lse"},
     ),
     _maximum(
