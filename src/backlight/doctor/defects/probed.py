@@ -57,17 +57,6 @@ PROBED: dict[str, Defect] = {
             severity="precision",
         ),
         Defect(
-            "o-rounded-twice",
-            "o is rounded more than once, or not relative to the row maximum; a matter of the last bit",
-            "the sum of p v is rounded to 16 bits before it is divided by the row sum, or p is rounded after it was divided",
-            "o",
-            "on ties of the format o is not the right value rounded once",
-            "Divide in fp32 and round once: the share of the probe must fall to 0.",
-            family="precision",
-            confirm="ties (eq. 107)",
-            severity="note",
-        ),
-        Defect(
             "sum-drifts",
             "o drifts with the number of keys: its sum is not kept in fp32",
             "the running sum of p v is kept in 16 bits or fewer, so small terms vanish beside a large sum",
