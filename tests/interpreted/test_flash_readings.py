@@ -15,11 +15,14 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from flash import Flash
 
 from backlight import doctor
+from backlight.doctor.steps import deep
+from backlight.doctor.steps.examination import Examination
+from backlight.problems import inputs
 from backlight.spec import AttentionSpec
 
 pytestmark = pytest.mark.later
 
-SHAPE, TILE = (1, 2, 64, 16), 16
+SHAPE, TILE = (1, 2, 48, 16), 16
 CAUSAL: dict[str, Any] = {"causal": True}
 # bug -> (the name that comes first, kind of the reading, words of it, spec, recipe)
 BUGS: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
@@ -40,14 +43,26 @@ BUGS: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
 }
 
 
+class WithReadings(Examination):
+    """`quick`, and of `full` what reads matrices: the rest would run an interpreted kernel a hundred times."""
+
+    def _probe(self, observed):
+        bench = super()._probe(observed)
+        deep._tomography(self, bench)
+        return bench
+
+
+def examine(bug: str, spec: dict[str, Any], recipe: str, reads: bool) -> doctor.Report:
+    kernels = Flash(bug, TILE)
+    subject = doctor.Subject(kernels.forward, kernels.backward, layout="BHSD", name="flash")
+    problem = inputs.make(AttentionSpec(**spec), SHAPE, recipe=recipe, dtype=torch.float32)
+    return (WithReadings if reads else Examination)(subject, problem, "quick").report()
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_read_and_named(bug: str) -> None:
     name, kind, words, spec, recipe = BUGS[bug]
-    kernels = Flash(bug, TILE)
-    subject = doctor.Subject(kernels.forward, kernels.backward, layout="BHSD", name="flash")
-    report = doctor.diagnose(
-        subject, AttentionSpec(**spec), shape=SHAPE, recipe=recipe, dtype=torch.float32, level="full" if kind else "quick"
-    )
+    report = examine(bug, spec, recipe, bool(kind))
     assert [finding.id for finding in report.findings][:1] == [name], report.headline
     if kind:
         said = [reading.sentence for reading in report.readings if reading.kind == kind]
@@ -56,7 +71,5 @@ def test_read_and_named(bug: str) -> None:
 
 @pytest.mark.parametrize("spec", [{}, CAUSAL], ids=["plain", "causal"])
 def test_a_healthy_kernel_has_nothing_to_read(spec: dict[str, Any]) -> None:
-    kernels = Flash("", TILE)
-    subject = doctor.Subject(kernels.forward, kernels.backward, layout="BHSD", name="flash")
-    report = doctor.diagnose(subject, AttentionSpec(**spec), shape=SHAPE, dtype=torch.float32, level="full")
+    report = examine("", spec, "gaussian", True)
     assert (report.verdict, report.readings, report.findings) == ("healthy", [], []), report.headline
