@@ -1,8 +1,9 @@
 """How many injected defects are found and named: measured here, kept as docs/data/doctor-shares.json, shown in docs/doctor.md.
 
 python tests/doctor/shares.py examines every injection twice, as it is and as a black box that returns o and gradients alone,
-and writes the file; it takes some minutes, unless it is given the names of a few, or -j16 for 16 processes. The tests hold the file to the truth: an
-injection whose outcome differs from its record fails, and so does a table in the docs that differs from the file.
+and writes the file; it takes some minutes, unless it is given the names of a few, or -j16 for 16 processes. The tests hold
+the file to the truth: an injection whose outcome differs from its record fails, and so does a table in the docs that differs
+from the file.
 """
 
 from __future__ import annotations
