@@ -48,7 +48,7 @@ def started(start: float, guarded: bool, operand: torch.dtype = torch.float32) -
         sums[coarse] = _in_fp32(w[coarse, :, None] * v).sum(dim=1)
         return sums / total
 
-    return Mutant(forward={"lse": lse, "p": p, "o": o}, detail=f"starts at {start:g}")
+    return Mutant(forward={"lse": lse, "p": p, "o": o}, detail=f"starts at {start:g} or another number")
 
 
 def counted_start(start: float) -> Mutant:

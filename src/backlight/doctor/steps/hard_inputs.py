@@ -12,7 +12,7 @@ from backlight.doctor.defects.catalogue import about
 from backlight.doctor.report.model import Finding, Probe
 from backlight.doctor.steps import convention
 from backlight.doctor.steps.bench import Bench
-from backlight.doctor.steps.explain import explain
+from backlight.doctor.steps.explain import FITS, Explanation, evaluation, explain, observed
 from backlight.doctor.steps.look import Look, look
 from backlight.doctor.steps.sheet import Sheet
 from backlight.doctor.steps.verdict import WRONG, from_explanation
@@ -43,7 +43,7 @@ def run(sheet: Sheet, bench: Bench) -> None:
         wrong = [name for name, c in seen.comparisons.items() if c.bad]
         sheet.probes.append(Probe(f"inputs {recipe}", not wrong, f"{', '.join(wrong)} wrong on {words}" if wrong else "right"))
         if wrong:
-            sheet.add(_finding(seen, recipe, wrong))
+            sheet.add(_finding(bench, seen, recipe, wrong))
             return
 
 
@@ -72,7 +72,7 @@ def low_scores(sheet: Sheet, bench: Bench) -> None:
         Probe("low scores", not wrong, f"{', '.join(wrong)} wrong on {words}" if wrong else f"right on {words}")
     )
     if wrong:
-        sheet.add(_finding(seen, "low_lse", wrong))
+        sheet.add(_finding(bench, seen, "low_lse", wrong))
 
 
 def drawn(problem: Problem, recipe: str, rows: int | None = None, keys: int | None = None) -> Problem | None:
@@ -100,10 +100,14 @@ def _look(bench: Bench, problem: Problem) -> Look:
     return look(problem, values)
 
 
-def _finding(seen: Look, recipe: str, wrong: list[str]) -> Finding:
-    ranked = explain(seen.problem, seen.known, seen.comparisons)
-    first = f"recipe {recipe}, seed {seen.problem.seed}: {', '.join(wrong)} wrong; with ordinary inputs nothing is"
-    if ranked and ranked[0].fits:
+def _finding(bench: Bench, seen: Look, recipe: str, wrong: list[str]) -> Finding:
+    ordinary = _ordinary(bench, seen.problem)
+    right = ordinary is None or not any(c.bad for c in ordinary.comparisons.values())
+    ranked = [each for each in explain(seen.problem, seen.known, seen.comparisons) if each.fits]
+    ranked = [each for each in ranked if ordinary is None or _fits_too(each, ordinary)]
+    first = f"recipe {recipe}, seed {seen.problem.seed}: {', '.join(wrong)} wrong"
+    first += "; with ordinary inputs nothing is" if right else "; so is something with ordinary inputs of these lengths"
+    if ranked:
         found = from_explanation(ranked[0], ranked, seen.problem, seen.comparisons, seen.laws)
         found.evidence.insert(0, first)
         return found
@@ -113,3 +117,16 @@ def _finding(seen: Look, recipe: str, wrong: list[str]) -> Finding:
     title, check = entry.title.replace("{detail}", HARD[recipe]), entry.next_check.replace("{detail}", recipe)
     culprit = next((row.name for row in seen.rows if row.status == "culprit"), wrong[0])
     return Finding(entry.id, title, "defect", culprit, None, lines, "open", "medium", check, None, 60.0)
+
+
+def _ordinary(bench: Bench, hard: Problem) -> Look | None:
+    """The same lengths with ordinary inputs."""
+    problem = drawn(bench.problem, "gaussian", *hard.call.q.shape[2:3], hard.call.k.shape[2])
+    return None if problem is None else _look(bench, problem)
+
+
+def _fits_too(found: Explanation, ordinary: Look) -> bool:
+    """Whether a defect that explains hard inputs says of ordinary ones what is there: where all weights vanish, many fit."""
+    seen = observed(ordinary.problem, ordinary.known)
+    outputs = evaluation(ordinary.problem, seen)(found.mutant)
+    return all(each.misfit(outputs[each.key])[1] <= FITS for each in seen)
