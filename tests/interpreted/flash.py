@@ -220,12 +220,12 @@ class Flash:
         (batch, heads, sq, d), sk, tile = q.shape, k.shape[2], self.tile
         do, q, k, v, o = (x.contiguous() for x in (do, q, k, v, o))
         stride = self._padded(sq) if self.bug in ("lse padded", "delta padded") else sq
-        kept = torch.zeros(batch * heads, stride)
+        kept = torch.zeros(batch * heads, stride, device=q.device)
         kept[:, :sq] = lse.reshape(-1, sq)
         if self.bug == "softmax again":
             self._forward(q, k, v, sink, torch.zeros_like(o), kept, False)
         causal = causal and self.bug not in ("unmasked backward", "softmax again")
-        delta = torch.zeros(batch * heads, stride)
+        delta = torch.zeros(batch * heads, stride, device=q.device)
         rows, keys = (triton.cdiv(sq, tile), batch * heads), (triton.cdiv(sk, tile), batch * heads)
         _delta[rows](do, o, delta, sq, stride, D=d, M=tile)
         # the kernels below read with the stride of the rows, whatever was padded
@@ -234,7 +234,7 @@ class Flash:
         elif self.bug == "delta padded":
             kept = kept[:, :sq].contiguous()
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        dsink = None if sink is None else torch.zeros(batch * heads)
+        dsink = None if sink is None else torch.zeros(batch * heads, device=q.device)
         sinks = None if sink is None else sink.float().repeat(batch)
         width = 3 * d // 4 if self.bug == "channels" else d
         common = {"CAUSAL": causal, "WIDTH": width, "D": d, "M": tile, "N": tile, "BUG": self.bug}
