@@ -121,7 +121,7 @@ def _finding(bench: Bench, seen: Look, recipe: str, wrong: list[str]) -> Finding
 
 def _ordinary(bench: Bench, hard: Problem) -> Look | None:
     """The same lengths with ordinary inputs."""
-    problem = drawn(bench.problem, "gaussian", *hard.call.q.shape[2:3], hard.call.k.shape[2])
+    problem = drawn(bench.problem, "gaussian", hard.call.q.shape[2], hard.call.k.shape[2])
     return None if problem is None else _look(bench, problem)
 
 

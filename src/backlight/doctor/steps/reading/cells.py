@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -172,7 +173,7 @@ def _which(seen: Seen, cells: Tensor, marked: Tensor, could: Tensor, tile: tuple
     every, period = _every_tile(marked.any(dim=1), could.any(dim=1), rows, seen.wrong.shape[0])
     diagonal = _on_diagonal(seen, rows, keys) & could
     those = marked.any(dim=1)[:, None]
-    common = {"tile": tile, "period": period}
+    common: dict[str, Any] = {"tile": tile, "period": period}
     if torch.equal(marked, diagonal & those) and right == 0:
         if not seen.lost:
             text = f"triangles beyond the diagonal, to the end of each of the {size} that it crosses, {seen.verb}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ def _readings(shape: torch.Size) -> Iterator[tuple[str, Callable[[Tensor], Tenso
         yield "from head 0 for every head", lambda x: x[:, :1].expand_as(x)
         for step in range(1, heads):
             words = "the head before" if step == 1 else "the next head" if step == heads - 1 else f"the head {step} before"
-            yield f"from {words}", lambda x, step=step: x.roll(step, dims=1)
+            yield f"from {words}", partial(torch.roll, shifts=step, dims=1)
     yield "as [B, H, D, S]: rows and channels exchanged", as_bhds
     if batch > 1:
         yield "from batch entry 0 for every entry", lambda x: x[:1].expand_as(x)
@@ -64,4 +65,4 @@ def _readings(shape: torch.Size) -> Iterator[tuple[str, Callable[[Tensor], Tenso
         if abs(step) < length:
             side = "before" if step > 0 else "after"
             words = f"{abs(step)} {'key' if abs(step) == 1 else 'keys'} {side} its own"
-            yield f"from the key {words}", lambda x, step=step: x.roll(step, dims=2)
+            yield f"from the key {words}", partial(torch.roll, shifts=step, dims=2)

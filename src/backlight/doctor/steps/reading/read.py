@@ -186,8 +186,8 @@ def _score_gradient(matrix: Recovered, problem: Problem, subject: Subject, found
     size = matrix.truth.abs()
     domain = (size > 0.3 * size.pow(2).mean(dim=(-2, -1), keepdim=True).sqrt()) & matrix.known
     lost = domain & (matrix.value.abs() < LOST * size)
-    elsewhere_right = ~(matrix.known & ~lost) | ((matrix.value - matrix.truth).abs() <= 0.1 * size + 0.05 * float(size.max()))
-    if bool(lost.any()) and float(elsewhere_right.double().mean()) > 0.99:
+    right = (matrix.value - matrix.truth).abs() <= 2 * LOST * size
+    if bool(lost.any()) and int((domain & ~lost & ~right).sum()) <= 0.02 * int(domain.sum()):
         _cells(matrix, lost, domain, True, found)
         if found.about(matrix.name) and "no shape" not in found.about(matrix.name)[-1].text:
             return
