@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 SIZES = (8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 256)
 # wrong cells that a rule may leave over, or take too many: weights that are 0 by chance
 SPARE = 0.005
+MOST_PERIOD = 8
 
 
 @dataclass(frozen=True)
@@ -170,29 +170,33 @@ def _sums(x: Tensor, rows: int, keys: int) -> Tensor:
 def _which(seen: Seen, cells: Tensor, marked: Tensor, could: Tensor, tile: tuple[int, int], right: int | None) -> Shape:
     rows, keys = tile
     size = f"tiles of {rows} x {keys}"
-    every, period = _every_tile(marked.any(dim=1), could.any(dim=1), rows, seen.wrong.shape[0])
-    diagonal = _on_diagonal(seen, rows, keys) & could
     those = marked.any(dim=1)[:, None]
-    common: dict[str, Any] = {"tile": tile, "period": period}
-    if torch.equal(marked, diagonal & those) and right == 0:
-        if not seen.lost:
-            text = f"triangles beyond the diagonal, to the end of each of the {size} that it crosses, {seen.verb}"
-            return Shape(f"{text}{every}", cells, "the tiles on the diagonal are not masked", **common)
+
+    def shape(possible: Tensor, text: str, cause: str, rounded: str = "", **place: Any) -> Shape:
+        """The text with the tiles of rows it is true of, among those where it could be; `rounded` is the cause of a period."""
+        every, period = _every_tile(marked.any(dim=1), possible.any(dim=1), rows, seen.wrong.shape[0])
+        why = rounded.format(max(keys, period * rows)) if period is not None and rounded else cause
+        return Shape(text + every, cells, why, tile=tile, period=period, **place)
+
+    diagonal, columns = _on_diagonal(seen, rows, keys) & could, marked.any(dim=0)
+    if torch.equal(marked, diagonal & those) and right == 0 and seen.lost:
         cause = "a loop ends before the tile on the diagonal, or begins after it"
-        if period is not None:
-            cause = f"a loop bound rounded down to whole tiles of {max(keys, period * rows)} keys"
-        return Shape(f"the {size} on the diagonal {seen.verb}{every}", cells, cause, **common)
-    columns = marked.any(dim=0)
+        return shape(
+            diagonal, f"the {size} on the diagonal {seen.verb}", cause, "a loop bound rounded down to whole tiles of {} keys"
+        )
+    if torch.equal(marked, diagonal & those) and right == 0:
+        text = f"triangles beyond the diagonal, to the end of each of the {size} that it crosses, {seen.verb}"
+        return shape(diagonal, text, "the tiles on the diagonal are not masked")
     if torch.equal(marked, columns[None, :] & those & could):
-        first, last = _box(seen.wrong)[1]
-        which = _members(columns, keys, "keys", seen.wrong.shape[1])
+        span = _box(seen.wrong)[1]
+        which = _members(columns, keys, "keys", seen.wrong.shape[1]) or _span("keys", span)
         cause = "a loop bound rounded down" if seen.lost else "a tile is not masked"
-        return Shape(f"{which or _span('keys', (first, last))} {seen.verb}{every}", cells, cause, keys=(first, last), **common)
+        return shape(could & columns, f"{which} {seen.verb}", cause, keys=span)
     for word, part in (("last", _last), ("first", _first)):
         if torch.equal(marked, part(could & those)):
             text = f"the {word} {keys} keys that a tile of {rows} rows {'sees' if seen.lost else 'must not see'} {seen.verb}"
             cause = {"last": "a loop bound rounded down", "first": "a loop that begins a tile late"}[word] if seen.lost else ""
-            return Shape(f"{text}{every}", cells, cause, **common)
+            return shape(could, text, cause)
     box = _box(seen.wrong)
     text = f"{int(marked.sum())} {size} {seen.verb}, between {_span('rows', box[0])} and {_span('keys', box[1])}"
     return Shape(text, cells, "tiles are skipped" if seen.lost else "tiles are not masked", *box, tile=tile)
@@ -216,11 +220,10 @@ def _every_tile(chosen: Tensor, could: Tensor, size: int, length: int) -> tuple[
     at, all_at = chosen.nonzero().flatten().tolist(), could.nonzero().flatten().tolist()
     if at == all_at:
         return "", None
-    steps = {b - a for a, b in pairwise(at)}
-    if len(at) > 1 and len(steps) == 1 and min(steps) > 1:
-        period = steps.pop()
-        number = {2: "second", 3: "third", 4: "fourth"}.get(period, f"{period}th")
-        return f", in every {number} tile of {size} rows from row {at[0] * size} on", period
+    for period in range(2, MOST_PERIOD + 1):
+        if len(at) > 1 and at == [tile for tile in all_at if (tile - at[0]) % period == 0]:
+            number = {2: "second", 3: "third", 4: "fourth"}.get(period, f"{period}th")
+            return f", in every {number} tile of {size} rows from row {at[0] * size} on", period
     return f", in {_members(chosen, size, 'rows', length) or f'{len(at)} tiles of {size} rows'}", None
 
 
