@@ -199,11 +199,13 @@ def _score_gradient(matrix: Recovered, problem: Problem, subject: Subject, found
 
 def _delta(blocks: Sequence[Block], problem: Problem, found: Read) -> None:
     call, dy = problem.call, problem.dy
-    kept = [oracle(block.call, dy, keep=("p", "dp", "delta", "do")) for block in blocks]
-    right = [trace.delta for trace in kept]
-    ds, p, dp = torch.zeros_like(kept[0].p), torch.zeros_like(kept[0].p), torch.zeros_like(kept[0].p)
-    delta, rows = torch.zeros_like(right[0]), torch.zeros_like(right[0], dtype=torch.bool)
-    for block, trace in zip(blocks, kept, strict=True):
+    delta = torch.zeros(call.q.shape[:3], dtype=torch.float64, device=call.q.device)
+    ds = torch.zeros(*delta.shape, call.k.shape[2], dtype=torch.float64, device=call.q.device)
+    p, dp, rows, right = torch.zeros_like(ds), torch.zeros_like(ds), torch.zeros_like(delta, dtype=torch.bool), []
+    for block in blocks:
+        # one at a time: of a long sequence each is large
+        trace = oracle(block.call, dy, keep=("p", "dp", "delta"))
+        right.append(trace.delta)
         ds[:, :, block.rows], rows[:, :, block.rows] = block.ds, True
         p[:, :, block.rows], dp[:, :, block.rows] = trace.p[:, :, block.rows], trace.dp[:, :, block.rows]
         delta[:, :, block.rows] = trace.delta[:, :, block.rows]
@@ -215,7 +217,7 @@ def _delta(blocks: Sequence[Block], problem: Problem, found: Read) -> None:
             moved[:, :, block.rows] = place.take(each)[:, :, block.rows]
         return moved
 
-    given = Given(p, dp, delta, kept[0].do, call.v.double().repeat_interleave(call.group, dim=1), taken)
+    given = Given(p, dp, delta, dy.double(), call.v.double().repeat_interleave(call.group, dim=1), taken)
     read_off = deltas(ds, given, rows, problem.eps)
     if read_off is None:
         _values(ds, given, rows, problem, found)
