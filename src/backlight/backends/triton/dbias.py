@@ -19,6 +19,7 @@ from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import load_vector, row_state, stream_tile
 from backlight.backends.triton.pair import pair_tile
+from backlight.backends.triton.powers import above, alpha_of, raised
 from backlight.backends.triton.primitives import (
     LOG2E,
     Segment,
@@ -89,6 +90,7 @@ def _dbias_kernel(
     key_lanes = tl.arange(0, BN)
     bias, cut = reaching_bias(table_ptr, h, column, geometry, V, BM, BN)
     total = tl.zeros([BM, BN], tl.float32)
+    alpha = alpha_of(h, geometry, V)
     packing = own_counts(packing, b, h, sq, geometry, V)
     segments = 1
     if V.VARLEN:
@@ -122,7 +124,10 @@ def _dbias_kernel(
                 s, _ = logits_of(t, geometry.unit, bias + minus_lse2, geometry, V, "none")
                 if V.PAIR > 0:
                     s += pair_tile(pair, pair.ptr, (b, h, i0, j0), segment.sq, V, False, BM, BN, False, True) * LOG2E
-                p = tl.exp2(s)
+                if V.ENTMAX != 0:
+                    p = raised(above(s, alpha), 1 / (alpha - 1), V, 1)
+                else:
+                    p = tl.exp2(s)
                 # masks are in the bias: what is left are keys that do not exist
                 if (j0 < 0) | (j0 + BN > segment.sk):
                     p = tl.where((keys >= 0) & (keys < segment.sk), p, 0.0)
@@ -168,7 +173,7 @@ def dbias_of(launch: Launch, rows: RowState) -> Tensor:
         rows.pitch16,
         launch.pair_of(launch.call.pair_bias),
         # offsets lie across key tiles: intervals are compared in all tiles, and no list is followed
-        launch.mask(config, of_rows=True),
+        launch.given_mask(config, of_rows=True),
         *launch.shared(launch.call.cu_seqlens_q, config.block_m),
         V=launch.variant,
         TMA=tma and tma_keys,

@@ -15,6 +15,7 @@ from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import row_state, stream_tile
 from backlight.backends.triton.pair import Pair, pair_start, pair_tile, store_pair
+from backlight.backends.triton.powers import alpha_of
 from backlight.backends.triton.primitives import (
     LOG2E,
     Block,
@@ -117,7 +118,7 @@ def _dpair_kernel(
             dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
             intervals = intervals_of(frame.mask, b, h, segment, sq, sk, n_segments, geometry, V, BN)
             sight = Sight(intervals, segment, frame.packing)
-            p, _ = tile_weights(s, 0.0, 0.0, position, keys, at_edge, sight, geometry, V, BN)
+            p, _ = tile_weights(s, alpha_of(h, geometry, V), 0.0, position, keys, at_edge, sight, geometry, V, BN)
             ds, _ = tile_gradient(p, p, dp, delta, t, V)
             total += ds
     entries = tl.num_programs(1) // groups // bias_heads
@@ -166,7 +167,7 @@ def empty_tiles(launch: Launch) -> Tensor:
     """For the dq kernel to fill: zeros where there are tiles that it does not visit."""
     call = launch.call
     assert call.pair_bias is not None
-    if call.spec.masked or call.spec.rows or not call.q.numel():
+    if call.spec.masked or call.spec.rows or call.spec.entmax or not call.q.numel():
         return torch.zeros(call.pair_bias.shape, dtype=call.pair_bias.dtype, device=call.q.device)
     return torch.empty_like(call.pair_bias)
 
