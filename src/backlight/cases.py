@@ -44,8 +44,8 @@ REDRAWS = 100
 @dataclass(frozen=True)
 class Case:
     """One problem. Lengths (`lengths_q`) make it packed and then replace b, sq and sk; tau is repeated over the heads, and
-    so is a sink that is not drawn, and entmax, which is compiled in where it is a number. `mask` names how intervals are drawn, `mask_of` the axes along which they differ;
-    `pair_bias` says what that one is like (`draw.PAIR_WORDS`)."""
+    so are a sink that is not drawn and entmax, which is compiled in where it is a number. `mask` names how intervals are
+    drawn, `mask_of` the axes along which they differ; `pair_bias` says what that one is like (`draw.PAIR_WORDS`)."""
 
     name: str
     b: int = 2
@@ -128,7 +128,7 @@ class Case:
             if kink_margin(problem.call) >= margin:
                 return problem
         raise RuntimeError(
-            f"{self.name}: no draw out of {REDRAWS} keeps away from a kink (`kink_margin`); make the case smaller"
+            f"{self.name}: no draw out of {REDRAWS} keeps |p + tau/n|, or |z - theta|, away from 0; make the case smaller"
         )
 
     def _draw(self, dtype: torch.dtype, seed: int, device: torch.device | str) -> Problem:

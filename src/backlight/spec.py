@@ -133,9 +133,9 @@ class AttentionSpec:
     gate:        the output is multiplied by sigmoid(gate), gate shaped like the output.
     pair_bias:   a learned logit [Bb, Hq|1, Sq|1, Sk] is added after softcap and bias, before masks. Bb divides B: each entry
                  serves B / Bb consecutive ones of the batch. -inf hides a pair but not from n: not together with tau.
-    entmax:      weights are alpha-entmax of the scores with a learned alpha [Hq] from 1.05 to 2: exactly zero for keys whose score
-                 lies below a threshold of the row. A sink is one more entry. lse is (theta + 1) / (alpha - 1) (eq. 88). Not
-                 together with tau.
+    entmax:      weights are alpha-entmax of the scores with a learned alpha [Hq] from 1.05 to 2: exactly zero for keys whose
+                 score lies below a threshold of the row. A sink is one more entry. lse is (theta + 1) / (alpha - 1) (eq. 88).
+                 Not together with tau.
     rows:        a mask by row intervals [B|1, Hq|1, 2 or 4, Sk]: key j is seen by rows first_j <= i < end_j, or by those of a
                  second interval, and by none that causal, window or a border hides from it.
     pos:         the intervals are compared with pos_i [B|1, Sq] instead of i; causal, window and borders are not.

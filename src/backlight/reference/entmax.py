@@ -1,7 +1,7 @@
 """The threshold of alpha-entmax rows (eq. 80) and the weights that follow from it, for the oracle and the yardsticks.
 
-The threshold is exact by sorting for alpha 1.5 and 2. For other alphas it is bisected to the end and polished by Newton steps on
-the norm (eq. 81); gradients are those of the implicit function (eq. 87-89), never of the steps. All of it runs in float64.
+The threshold is exact by sorting for alpha 1.5 and 2. For other alphas it is bisected to the end and polished by Newton steps
+on the norm (eq. 81); gradients are those of the implicit function (eq. 87-89), never of the steps. All of it runs in float64.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Yardstick B: the error a good flash kernel cannot avoid.
 
 Matmul operands are rounded to the inputs' dtype, everything else is fp32, keys are visited in tiles with a running maximum
-(eq. 31), elastic softmax in two sweeps (eq. 32), entmax from its threshold (eq. 80), and delta comes from the rounded outputs (eq. 27, 28). A kernel much worse
-than this rounds somewhere it should not.
+(eq. 31), elastic softmax in two sweeps (eq. 32), entmax from its threshold (eq. 80), and delta comes from the rounded outputs
+(eq. 27, 28, 87). A kernel much worse than this rounds somewhere it should not.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ Each function below is one stage of one head of one segment: it takes earlier st
 value. The oracle evaluates them in order in float64; the doctor evaluates a single stage from a kernel's own upstream values to
 tell a local error from an inherited one, and replaces single stages to build mutants. Equations are those of `docs/math.md`.
 
-Inputs of a head: q [Sq,D], k [Sk,D], v [Sk,Dv]; bias [n], sink [], tau [], gate [Sq,Dv], pair_bias [Sq or 1,Sk], entmax [] or None; the
-incoming gradients dy [Sq,Dv] and dlse [Sq] or None. Geometry: `visible` [Sq,Sk] bool, `n` [Sq,1] counts, `column` [Sq,Sk] bias
-column. With a mask by row intervals, which `visible` and `n` have in them already, also `rows` [2w,Sk] and `pos` [Sq], what is
-compared with them, else None; `own` [Sq,Sk] is what the spec alone lets be seen.
+Inputs of a head: q [Sq,D], k [Sk,D], v [Sk,Dv]; bias [n], sink [], tau [], gate [Sq,Dv], pair_bias [Sq or 1,Sk], entmax [] or
+None; the incoming gradients dy [Sq,Dv] and dlse [Sq] or None. Geometry: `visible` [Sq,Sk] bool, `n` [Sq,1] counts, `column`
+[Sq,Sk] bias column. With a mask by row intervals, which `visible` and `n` have in them already, also `rows` [2w,Sk] and `pos`
+[Sq], what is compared with them, else None; `own` [Sq,Sk] is what the spec alone lets be seen.
 """
 
 from __future__ import annotations

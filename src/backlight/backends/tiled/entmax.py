@@ -75,7 +75,7 @@ class Entmax:
         """z of the sink, -inf where it takes no part in a threshold: an infinite one is all there is."""
         return None if self.kappa is None else (self.rate * self.kappa).masked_fill(self.kappa == math.inf, -math.inf)
 
-    # --- forward ---------------------------------------------------------------------------------------------------------------
+    # --- forward -------------------------------------------------------------------------------------------------------------
 
     def forward(self, scores: Scores, v: Tensor, tiles: list[Tile]) -> tuple[Tensor, Tensor, Tensor]:
         """(lse [N, rows, 1], o, u [N, rows, Dv]) of the started block."""
@@ -161,7 +161,7 @@ class Entmax:
             u.masked_fill_(endless, 0)
         return lse, o, u
 
-    # --- both directions -------------------------------------------------------------------------------------------------------
+    # --- both directions -----------------------------------------------------------------------------------------------------
 
     def above(self, s2: Tensor, lse2: Tensor, part: slice) -> Tensor:
         """u of eq. 80 from base-2 scores, in their place."""
@@ -171,7 +171,7 @@ class Entmax:
         """(p, w)."""
         return power(u, self.e[:, part]), power(u, self.e[:, part] - 1)
 
-    # --- backward --------------------------------------------------------------------------------------------------------------
+    # --- backward ------------------------------------------------------------------------------------------------------------
 
     def sink_weights(self, lse: Tensor) -> tuple[Tensor, Tensor]:
         """(p, w) of the sink; an infinite one is all there is, or nothing."""

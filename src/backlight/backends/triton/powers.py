@@ -1,4 +1,4 @@
-"""Device code of entmax: powers of what lies above a threshold (eq. 80), weights and slopes of a tile from its logits less lse."""
+"""Device code of entmax: powers of what lies above a threshold (eq. 80), and how far logits do, from those less lse."""
 
 import triton
 import triton.language as tl
