@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from compact import picture as compact
 
 import backlight
 
@@ -77,5 +78,5 @@ def tiles() -> str:
 if __name__ == "__main__":
     for name, drawn in (("weights", weights()), ("tiles", tiles())):
         path = Path("docs/images") / f"entmax-{name}.svg"
-        path.write_text(drawn)
-        print(path, len(drawn))
+        path.write_text(compact(drawn))
+        print(path, path.stat().st_size)

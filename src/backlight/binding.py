@@ -38,6 +38,8 @@ def tensors_given(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, 
     if options.get("mask") is not None:
         options |= dict(zip(("rows", "pos"), mask_tensors(options["mask"]), strict=True))
     options.pop("mask", None)
+    if "alpha" in options:
+        raise TypeError("alpha is no keyword of a call: entmax takes it")
     if options.get("entmax") is not None:
         options["entmax"], options["alpha"] = alphas_of(options["entmax"], q)
     return (q, k, v, *[options.pop(name, None) for name in TERM_NAMES], cu_seqlens_q, cu_seqlens_k)

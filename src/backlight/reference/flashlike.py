@@ -31,7 +31,7 @@ class Flashlike(Oracle):
 
     def run_head(self, inputs: Mapping[str, object], names: Iterable[str]) -> Values:
         head: dict[str, Any] = dict(inputs)
-        head |= self._forward(head)
+        head |= self._forward(head) if head["entmax"] is None else self._forward_entmax(head)
         if head["dy"] is not None:
             head |= self._backward(head)
         return head  # type: ignore[return-value]
@@ -50,8 +50,6 @@ class Flashlike(Oracle):
             yield keys, capped, s, {"column": column, "visible": visible, "pair_bias": pair_bias}
 
     def _forward(self, head: Mapping[str, Tensor]) -> Values:
-        if head["entmax"] is not None:
-            return self._forward_entmax(head)
         rows = head["q"].shape[0]
         sink = head["sink"]
         largest = torch.finfo(head["q"].dtype).max
