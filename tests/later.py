@@ -15,6 +15,7 @@ LATER = (
     "tests/bench/test_bench_run.py::test_killing_a_run_leaves_valid_json_of_what_was_measured",
     "tests/bench/test_bench_run.py::test_memory_is_measured_in_a_process_of_its_own",
     "tests/bench/test_bench_run.py::test_the_command_writes_json_table_and_pictures",
+    "tests/derivatives/test_compiled_derivatives.py::test_compiled_second_values",
     "tests/derivatives/test_second.py::test_any_subset",
     "tests/distributed/test_example.py::test_same_curve_as_one_process",
     "tests/distributed/test_gloo.py::test_world[1-default]",

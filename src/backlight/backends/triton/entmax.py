@@ -18,7 +18,7 @@ from torch import Tensor
 from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
-from backlight.backends.triton.pair import pair_tile
+from backlight.backends.triton.pair import block_place, pair_tile
 from backlight.backends.triton.powers import LN2, alpha_of, newton, raised, rooted
 from backlight.backends.triton.primitives import LOG2E, Frame, key_span, logits_of, row_block, visible
 from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
@@ -58,14 +58,15 @@ class Place(NamedTuple):
 
 @triton.jit
 def scores(
-    q, k, j0, at_edge, place, sq, geometry, V: tl.constexpr, PAIR_TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+    q, k, j0, at_edge, place, geometry, V: tl.constexpr, PAIR_TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     """Logits [BM, BN] of a key tile before their positive factor `geometry.unit`; -inf where nothing is seen."""
     block = place.block
     t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
     addend = 0.0
     if V.PAIR > 0:
-        addend = pair_tile(place.pair, place.pair_desc, (block.b, block.h, block.row, j0), sq, V, PAIR_TMA, BM, BN, False)
+        where = block_place(block, j0, V)
+        addend = pair_tile(place.pair, place.pair_desc, where, block.segment.sq, V, PAIR_TMA, BM, BN, False)
         if V.SOFTCAP:
             addend *= LOG2E / geometry.unit
     x, _ = logits_of(t, 1.0, addend, geometry, V, "none")
@@ -182,7 +183,7 @@ def _entmax_kernel(
         for step in range(visits.start, visits.stop, BN):
             j0, at_edge = visited(step, visits, V, BN)
             k = key_tile(tensors.k, k_desc, block, j0, BN, V.D, V.BD, TMA)
-            z = scores(q, k, j0, at_edge, place, sq, geometry, V, PAIR_TMA, BM, BN) * gain
+            z = scores(q, k, j0, at_edge, place, geometry, V, PAIR_TMA, BM, BN) * gain
             theta, line, slope, top = bounded(z, theta, line, slope, e, V)
             largest = tl.maximum(largest, top)
             if LIVE:
@@ -208,7 +209,7 @@ def _entmax_kernel(
         for step in range(first, stop, BN):
             j0, at_edge = tile_at(step, visits, live_ptr, V, LIVE, BN)
             k = key_tile(tensors.k, k_desc, block, j0, BN, V.D, V.BD, TMA)
-            z = scores(q, k, j0, at_edge, place, sq, geometry, V, PAIR_TMA, BM, BN) * gain
+            z = scores(q, k, j0, at_edge, place, geometry, V, PAIR_TMA, BM, BN) * gain
             u = tl.maximum(z - base[:, None], 0.0)
             f += tl.sum(raised(u, e, V, 0), 1)
             w += tl.sum(raised(u, e, V, 1), 1)
@@ -238,7 +239,7 @@ def _entmax_kernel(
     for step in range(first, stop, BN):
         j0, at_edge = tile_at(step, visits, live_ptr, V, LIVE, BN)
         k = key_tile(tensors.k, k_desc, block, j0, BN, V.D, V.BD, TMA)
-        z = scores(q, k, j0, at_edge, place, sq, geometry, V, PAIR_TMA, BM, BN) * gain
+        z = scores(q, k, j0, at_edge, place, geometry, V, PAIR_TMA, BM, BN) * gain
         u = tl.maximum(z - base[:, None], 0.0)
         p = raised(u, e, V, 0)
         slopes = raised(u, e, V, 1)

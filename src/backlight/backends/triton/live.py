@@ -80,7 +80,7 @@ def _entmax_rows_kernel(
         for step in range(visits.start, visits.stop, BN):
             j0, at_edge = visited(step, visits, V, BN)
             k = key_tile(given.k, k_desc, block, j0, BN, V.D, V.BD, TMA)
-            x = scores(q, k, j0, at_edge, place, sq, geometry, V, PAIR_TMA, BM, BN)
+            x = scores(q, k, j0, at_edge, place, geometry, V, PAIR_TMA, BM, BN)
             u = above(x * geometry.unit - lse2[:, None], alpha)
             if LIVE:
                 alive = tl.max((tl.max(u, 1) > 0).to(tl.int32), 0)
