@@ -23,9 +23,14 @@ from backlight.backends.triton.powers import LN2, alpha_of, newton, raised, root
 from backlight.backends.triton.primitives import LOG2E, Frame, key_span, logits_of, row_block, visible
 from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
 
-# sweeps that step, at most; a step this small is followed by none: what is left of it is squared by the last sweep
+# sweeps that step, at most: where eq. 83 holds, so many by the exponent leave o and u right to the digits of 16 bits (the table
+# below eq. 86)
 MOST, MOST_WIDE = 6, 12
+ENOUGH = {4: 1, 2: 2}
+# a step this small is followed by none. Where eq. 83 holds the last sweep squares what is left of it; nearer to alpha 2 a key
+# may still enter
 CLOSE = tl.constexpr(2.0**-20)
+CLOSE_SMOOTH = tl.constexpr(2.0**-9)
 
 
 class Tensors(NamedTuple):
@@ -97,7 +102,9 @@ def lines_of(had, b, h, s, t, e, V: tl.constexpr):
     """F and W at t of two lines that fall from had and h by b and s, held at 0."""
     left = tl.maximum(had - b * t, 0.0)
     right = tl.maximum(h - s * t, 0.0)
-    return raised(left, e, V, 0) + raised(right, e, V, 0), raised(left, e, V, 1) * b + raised(right, e, V, 1) * s
+    left_w = raised(left, e, V, 1)
+    right_w = raised(right, e, V, 1)
+    return left_w * left + right_w * right, left_w * b + right_w * s
 
 
 @triton.jit
@@ -110,10 +117,11 @@ def bounded(z, theta, line, slope, e, V: tl.constexpr):
     base = tl.where(seen, new, 0.0)
     had = tl.maximum(line - slope * tl.where(known, base - tl.where(known, theta, 0.0), 0.0), 0.0)
     u = tl.maximum(z - base[:, None], 0.0)
-    f = tl.sum(raised(u, e, V, 0), 1)
+    w = raised(u, e, V, 1)
+    f = tl.sum(w * u, 1)
     h = rooted(f, e, V)
     # h ** (e - 1) is f / h
-    s = tl.where(f > 0, tl.sum(raised(u, e, V, 1), 1) * h / tl.where(f > 0, f, 1.0), 0.0)
+    s = tl.where(f > 0, tl.sum(w, 1) * h / tl.where(f > 0, f, 1.0), 0.0)
     t = h * 0.0
     for _ in tl.static_range(2):
         both, fall = lines_of(had, slope, h, s, t, e, V)
@@ -211,10 +219,15 @@ def _entmax_kernel(
             k = key_tile(tensors.k, k_desc, block, j0, BN, V.D, V.BD, TMA)
             z = scores(q, k, j0, at_edge, place, geometry, V, PAIR_TMA, BM, BN) * gain
             u = tl.maximum(z - base[:, None], 0.0)
-            f += tl.sum(raised(u, e, V, 0), 1)
-            w += tl.sum(raised(u, e, V, 1), 1)
+            # one power, the others are its products with u
             if V.ENTMAX != 1:
-                w2 += tl.sum(raised(u, e, V, 2), 1)
+                bends = raised(u, e, V, 2)
+                slopes = bends * u
+                w2 += tl.sum(bends, 1)
+            else:
+                slopes = raised(u, e, V, 1)
+            f += tl.sum(slopes * u, 1)
+            w += tl.sum(slopes, 1)
             if LIVE:
                 # never ahead of what is read: entries move to the front
                 alive = tl.max((tl.max(u, 1) > 0).to(tl.int32), 0)
@@ -225,7 +238,11 @@ def _entmax_kernel(
             stop = kept * BN
         moved = stepped(f, w, w2, largest - base, e, V)
         theta += moved
-        far = tl.abs(moved) > tl.maximum(tl.abs(base), 1.0) * CLOSE
+        if V.FP32 or V.ENTMAX == 1:
+            close = tl.maximum(tl.abs(base), 1.0) * CLOSE
+        else:
+            close = tl.where(base * 0.0 + e >= 2.0, CLOSE_SMOOTH, tl.maximum(tl.abs(base), 1.0) * CLOSE)
+        far = tl.abs(moved) > close
         going = tl.max(far.to(tl.int32), 0)
         steps += 1
 
@@ -241,8 +258,8 @@ def _entmax_kernel(
         k = key_tile(tensors.k, k_desc, block, j0, BN, V.D, V.BD, TMA)
         z = scores(q, k, j0, at_edge, place, geometry, V, PAIR_TMA, BM, BN) * gain
         u = tl.maximum(z - base[:, None], 0.0)
-        p = raised(u, e, V, 0)
         slopes = raised(u, e, V, 1)
+        p = slopes * u
         f += tl.sum(p, 1)
         w += tl.sum(slopes, 1)
         v = key_tile(tensors.v, v_desc, block, j0, BN, V.DV, V.BDV, TMA)
@@ -290,7 +307,7 @@ def entmax_of(launch: Launch, y: Tensor, lse: Tensor, u: Tensor | None) -> None:
         Frame(launch.mask(config, of_rows=True), packing, geometry),
         *lengths,
         V=launch.variant._replace(LIVE=False),
-        MOST_STEPS=MOST_WIDE if call.q.dtype == torch.float32 else MOST,
+        MOST_STEPS=MOST_WIDE if call.q.dtype == torch.float32 else ENOUGH.get(launch.exponent, MOST),
         PAIR_TMA=pair_tma,
         **config.launch,
     )
