@@ -9,6 +9,7 @@ from torch.autograd import gradcheck
 
 import backlight
 from backlight.api import call_of
+from backlight.backends.tiled.entmax import Sums, _sum_of, power
 from backlight.binding import ALPHAS
 from backlight.reference import GRADIENTS, oracle
 from backlight.reference.entmax import slope, threshold
@@ -66,6 +67,41 @@ def test_rows_of_nothing_and_infinity() -> None:
     z = torch.tensor([[-torch.inf, -torch.inf], [torch.inf, 0.0]], dtype=F64)
     assert threshold(z, torch.tensor(1.5, dtype=F64)).tolist() == [-torch.inf, torch.inf]
     assert threshold(z[:, :0], torch.tensor(1.5, dtype=F64)).tolist() == [-torch.inf, -torch.inf]
+
+
+def lower_bound(z: Tensor, e: Tensor) -> Tensor:
+    """Eq. 84 over tiles of 64 keys."""
+    theta = z[:, :64].amax(dim=-1, keepdim=True) - 1
+    line, slope = torch.zeros_like(theta), torch.zeros_like(theta)
+    for tile in z.split(64, dim=-1):
+        new = torch.maximum(theta, tile.amax(dim=-1, keepdim=True) - 1)
+        had = (line - slope * (new - theta)).clamp(min=0)
+        u = (tile - new).clamp(min=0)
+        h = power(power(u, e).sum(dim=-1, keepdim=True), 1 / e)
+        s = torch.where(h > 0, power(u, e - 1).sum(dim=-1, keepdim=True) / power(h, e - 1), 0)
+        t = torch.zeros_like(h)
+        for _ in range(2):
+            t = t + _sum_of(had - slope * t, h - s * t, slope, s, e).newton(e).clamp(min=0)
+        both = _sum_of(had - slope * t, h - s * t, slope, s, e)
+        theta, line = new + t, power(both.f, 1 / e)
+        slope = torch.where(both.f > 0, both.w / power(both.f, 1 - 1 / e), 0)
+    return theta
+
+
+@pytest.mark.parametrize(("alpha", "steps"), [(1.5, 2), (1.25, 1)])
+def test_few_steps_are_enough_for_sixteen_bits(alpha: float, steps: int) -> None:
+    """As the Triton kernels make them: eq. 84 by tiles, then so many steps of eq. 83, then the last of eq. 86."""
+    torch.manual_seed(0)
+    drawn = torch.randn(8, 1024, dtype=F64)
+    scores = torch.cat([0.5 * drawn, drawn, 2 * drawn, (2 * drawn).sort(dim=-1).values, (2 * drawn).round()])
+    z, e = (alpha - 1) * scores, torch.full((40, 1), 1 / (alpha - 1), dtype=F64)
+    theta = lower_bound(z, e)
+    assert bool((theta[:, 0] <= threshold(z, torch.tensor(alpha, dtype=F64)) + 1e-12).all())
+    for _ in range(steps + 1):
+        sums = Sums(*(torch.zeros_like(theta) for _ in range(3)))
+        sums.add_(slice(None), (z - theta).clamp(min=0), e)
+        theta = theta + sums.step(e, z.amax(dim=-1, keepdim=True) - theta)
+    assert float((theta[:, 0] - threshold(z, torch.tensor(alpha, dtype=F64))).abs().max()) < 1e-6
 
 
 @pytest.mark.parametrize("alpha", ANY)
