@@ -124,7 +124,7 @@ class Case:
     def make(
         self, dtype: torch.dtype = FP32, seed: int = 0, device: torch.device | str = "cpu", margin: float = KINK_MARGIN
     ) -> Problem:
-        """Tensors of the case; redrawn (same seed, same tensors) until no weight sits on the kink of the elastic softmax."""
+        """Tensors of the case; redrawn (same seed, same tensors) until no weight sits on a kink."""
         for redraw in range(REDRAWS):
             problem = self._draw(dtype, seed + 1000 * redraw, device)
             if kink_margin(problem.call) >= margin:
