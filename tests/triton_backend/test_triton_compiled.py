@@ -163,9 +163,8 @@ def test_hopper_matmuls_are_not_serialised(spec: dict[str, object], tmp_path: ob
 
 @pytest.mark.usefixtures("nvidia")
 @pytest.mark.parametrize("registers", [0, 168])
-def test_short_rows_have_one_kernel(monkeypatch: pytest.MonkeyPatch, registers: int) -> None:
+def test_short_rows_have_one_kernel(registers: int) -> None:
     """Five products, the tile of the bias read before the loop, and the sums of dpair_bias."""
-    monkeypatch.setattr(fused, "FEWEST_HEADS", 1)
     with override("triton.fused", KernelConfig(64, 64, 4, 2, tma=True, registers=registers)):
         launches = {launched.kernel.fn.__name__: launched for launched in launches_of(call_of(64, d=32, pair_bias=True))}
     assert set(launches) == {"_fwd_kernel", "_fused_kernel", "_pair_sums_kernel"}
