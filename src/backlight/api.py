@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from backlight import direct, operators, registry
 from backlight.arguments import shown
-from backlight.binding import Tensors, Window, bind, bind_like_before, flattened, mask_tensors, tensors_given
+from backlight.binding import Tensors, Window, alphas_of, bind, bind_like_before, flattened, mask_tensors, tensors_given
 from backlight.call import Call
 from backlight.contexts import Context, blocks, innermost
 from backlight.spec import LEARNED
@@ -41,6 +41,7 @@ class Options(TypedDict, total=False):
     tau: Tensor | None
     gate: Tensor | None
     pair_bias: Tensor | None
+    entmax: float | Tensor | None
     mask: backlight.mask.Mask | None
     deterministic: bool | None
     backend: str | None
@@ -72,6 +73,7 @@ def attention(
     tau: Tensor | None = None,
     gate: Tensor | None = None,
     pair_bias: Tensor | None = None,
+    entmax: float | Tensor | None = None,
     mask: backlight.mask.Mask | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
@@ -98,6 +100,8 @@ def attention(
         gate: [B, Hq, Sq, Dv]; the output is multiplied by sigmoid(gate).
         pair_bias: [Bb, Hq or 1, Sq or 1, Sk] added to scores before they are masked; in the dtype of q or fp32, any strides. Bb
             divides B: each entry serves B / Bb consecutive ones of the batch. -inf hides a pair. Not together with tau.
+        entmax: alpha of the alpha-entmax that takes the place of the softmax: a number from 1.05 to 2 (1: softmax), or [Hq],
+            learned, held within that range. Weights of low scores are exactly zero. Not together with tau.
         mask: which rows see a key, by intervals of rows (`backlight.mask`), on top of causal and window.
         return_lse: also return the log-sum-exp of each row, differentiable.
         deterministic: bitwise repeatable backward; None follows torch.are_deterministic_algorithms_enabled().
@@ -108,6 +112,7 @@ def attention(
         y [B, Hq, Sq, Dv] in the dtype of q; with `return_lse` also lse [B, Hq, Sq], fp32 (fp64 for fp64 inputs), natural log.
         Rows that see no key give y = 0, lse = -inf (with a sink: lse = sink) and zero gradients.
     """
+    alphas, alpha = (None, None) if entmax is None else alphas_of(entmax, q)
     options = {
         "deterministic": deterministic,
         "causal": causal,
@@ -115,9 +120,10 @@ def attention(
         "scale": scale,
         "softcap": softcap,
         "bias_origin": bias_origin,
+        "alpha": alpha,
     }
     rows, pos = (None, None) if mask is None else mask_tensors(mask)
-    tensors = (q, k, v, bias, sink, tau, gate, pair_bias, rows, pos, None, None)
+    tensors = (q, k, v, bias, sink, tau, gate, pair_bias, alphas, rows, pos, None, None)
     return _attend(tensors, options, False, return_lse, backend, context, mask)
 
 
@@ -164,6 +170,7 @@ def attention_varlen(
     tau: Tensor | None = None,
     gate: Tensor | None = None,
     pair_bias: Tensor | None = None,
+    entmax: float | Tensor | None = None,
     mask: backlight.mask.Mask | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
@@ -185,6 +192,7 @@ def attention_varlen(
     Returns:
         y [Tq, Hq, Dv]; with `return_lse` also lse [Hq, Tq].
     """
+    alphas, alpha = (None, None) if entmax is None else alphas_of(entmax, q)
     options = {
         "deterministic": deterministic,
         "causal": causal,
@@ -192,9 +200,10 @@ def attention_varlen(
         "scale": scale,
         "softcap": softcap,
         "bias_origin": bias_origin,
+        "alpha": alpha,
     }
     rows, pos = (None, None) if mask is None else mask_tensors(mask)
-    tensors = (q, k, v, bias, sink, tau, gate, pair_bias, rows, pos, cu_seqlens_q, cu_seqlens_k)
+    tensors = (q, k, v, bias, sink, tau, gate, pair_bias, alphas, rows, pos, cu_seqlens_q, cu_seqlens_k)
     return _attend(tensors, options, True, return_lse, backend, context)
 
 

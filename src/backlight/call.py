@@ -57,6 +57,7 @@ class Call:
     tau: Tensor | None = None
     gate: Tensor | None = None
     pair_bias: Tensor | None = None
+    entmax: Tensor | None = None
     rows: Tensor | None = None
     pos: Tensor | None = None
     cu_seqlens_q: Tensor | None = None

@@ -20,8 +20,8 @@ from backlight.spec import GRADIENTS, LEARNED, TENSOR_NAMES, TENSORS, TERM_NAMES
 
 SCHEMA = ", ".join(f"Tensor{'?' if each.optional else ''} {each.name}" for each in TENSORS)
 SCALARS = (
-    "bool causal, SymInt? left, SymInt? right, float? scale, float? softcap, SymInt bias_origin, bool deterministic, "
-    "bool trusted, str? backend"
+    "bool causal, SymInt? left, SymInt? right, float? scale, float? softcap, SymInt bias_origin, float? alpha, "
+    "bool deterministic, bool trusted, str? backend"
 )
 library = torch.library.Library("backlight", "DEF")
 library.define(f"attention({SCHEMA}, {SCALARS}, bool save_u) -> (Tensor, Tensor, Tensor)")
@@ -36,19 +36,21 @@ def pack(call: Call, backend: str | None) -> tuple[Any, ...]:
     spec = call.spec
     return (
         *[getattr(call, name) for name in TENSOR_NAMES],
-        *(spec.causal, *spec.window, spec.scale, spec.softcap, spec.bias_origin, call.deterministic, call.trusted, backend),
+        *(spec.causal, *spec.window, spec.scale, spec.softcap, spec.bias_origin, spec.alpha),
+        *(call.deterministic, call.trusted, backend),
     )
 
 
 def unpack(args: tuple[Any, ...]) -> tuple[Call, str | None]:
     tensors = dict(zip(TENSOR_NAMES, args, strict=False))
-    causal, left, right, scale, softcap, bias_origin, deterministic, trusted, backend = args[len(TENSOR_NAMES) :]
+    causal, left, right, scale, softcap, bias_origin, alpha, deterministic, trusted, backend = args[len(TENSOR_NAMES) :]
     spec = AttentionSpec(
         causal=causal,
         window=(left, right),
         scale=scale,
         softcap=softcap,
         bias_origin=bias_origin,
+        alpha=alpha,
         **{name: tensors[name] is not None for name in TERM_NAMES},
     )
     return Call(spec, **tensors, deterministic=deterministic, trusted=trusted), backend
@@ -67,7 +69,7 @@ def _attention(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
     *call_args, y, lse, u, dy, dlse, needs = args
     call, backend = unpack(tuple(call_args))
-    grads = running.backward(call, backend, y, lse, u if call.tau is not None else None, dy, dlse, tuple(needs))
+    grads = running.backward(call, backend, y, lse, u if call.spec.keeps_u else None, dy, dlse, tuple(needs))
     return tuple(grads[name] if name in grads else y.new_empty(0) for name in GRADIENTS)
 
 
@@ -97,7 +99,7 @@ def _attention_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     *call_args, save_u = args
     call, _ = unpack(tuple(call_args))
     y, lse = empty_outputs(call)
-    return y, lse, torch.empty_like(y) if save_u and call.tau is not None else y.new_empty(0)
+    return y, lse, torch.empty_like(y) if save_u and call.spec.keeps_u else y.new_empty(0)
 
 
 @torch.library.register_fake("backlight::attention_backward", lib=library)
@@ -181,5 +183,5 @@ def attention(call: Call, backend: str | None) -> tuple[Tensor, Tensor]:
     else:
         # u is needed by the backward alone
         wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[: len(LEARNED)])
-        y, lse, _ = torch.ops.backlight.attention(*args, call.tau is not None and wanted)
+        y, lse, _ = torch.ops.backlight.attention(*args, call.spec.keeps_u and wanted)
     return y, lse

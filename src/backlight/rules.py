@@ -18,9 +18,9 @@ from torch import Tensor
 from backlight.derivatives import NO_FORWARD_TWICE, NO_THIRD, Guard
 from backlight.spec import LEARNED, TENSOR_NAMES
 
-N_TENSORS, N_SCALARS, N_LEARNED = len(TENSOR_NAMES), 9, len(LEARNED)
+N_TENSORS, N_SCALARS, N_LEARNED = len(TENSOR_NAMES), 10, len(LEARNED)
 N_CALL = N_TENSORS + N_SCALARS
-TAU = TENSOR_NAMES.index("tau")
+TAU, ENTMAX = (TENSOR_NAMES.index(name) for name in ("tau", "entmax"))
 Maybe = Tensor | None
 NONE: tuple[Maybe, ...] = (None,) * N_LEARNED
 
@@ -44,12 +44,17 @@ def _save(ctx: Any, tensors: Sequence[Maybe], scalars: Any) -> None:
     ctx.scalars = scalars
 
 
+def _keeps_u(tensors: Sequence[Any]) -> bool:
+    """As `AttentionSpec.keeps_u`, by the tensors of a call."""
+    return tensors[TAU] is not None or tensors[ENTMAX] is not None
+
+
 def keep_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     """Of `attention`."""
     ctx.mark_non_differentiable(output[2])
     y, lse, u = output
     # as many as the direct path saves: checkpoints may recompute by one what ran by the other
-    _save(ctx, (*inputs[:N_TENSORS], y, lse, None if inputs[TAU] is None else u), inputs[N_TENSORS:N_CALL])
+    _save(ctx, (*inputs[:N_TENSORS], y, lse, u if _keeps_u(inputs) else None), inputs[N_TENSORS:N_CALL])
     ctx.saves_u = inputs[-1]
 
 
@@ -83,7 +88,7 @@ def gradients(ctx: Any, dy: Maybe, dlse: Maybe, run: Run) -> tuple[Any, ...]:
         return none
     *tensors, y, lse, u = ctx.saved_tensors
     needs = ctx.needs_input_grad[:N_LEARNED]
-    if tensors[TAU] is None:
+    if not _keeps_u(tensors):
         # a tensor without the axes of transforms
         u = torch.empty(0, dtype=y.dtype, device=y.device)
     elif not ctx.saves_u:
@@ -169,7 +174,7 @@ def pushed_backward(ctx: Any, tangents: Sequence[Maybe], run: Run) -> tuple[Any,
         tdy = torch.zeros_like(dy) if tdy is None else tdy
         return run.backward(*tensors, *ctx.scalars, y, lse, u, tdy, tdlse, list(ctx.needs))
     tu = u
-    if tensors[TAU] is not None or ty is None or tlse is None:
+    if _keeps_u(tensors) or ty is None or tlse is None:
         *_, ty, tlse, tu = run.jvp(*tensors, *ctx.scalars, *moving, y, lse, u)
     results, incoming = (y, lse, u, ty, tlse, tu), (tdy, tdlse, dy, dlse)
     found = _second(run, tensors, ctx.scalars, moving, results, incoming, (*ctx.needs, *_no()))

@@ -132,6 +132,22 @@ def terms(device: torch.device, quick: bool) -> Suite:
     )
 
 
+def entmax(device: torch.device, quick: bool) -> Suite:
+    """Entmax beside plain causal attention of the same shape, with a learned alpha and its gradient."""
+    on_gpu = device.type == "cuda"
+    h, dtype = (16, BF16) if on_gpu else (2, FP32)
+    lengths = ((4096, 4), (16384, 1), (65536, 1))[: 2 if quick else 3] if on_gpu else ((512, 1), (1024, 1))
+    shapes = Beside(dtype)
+    for s, b in lengths:
+        alphas = ((1.5,), (2.0,), (1.25,)) if s == lengths[0][0] else ((1.5,),)
+        drawn = [_square(f"entmax,alpha={alpha[0]:g},s={s}", s, b, h, 64, entmax=alpha) for alpha in alphas]
+        peaky = _square(f"entmax,alpha=1.5,peaky,s={s}", s, b, h, 64, entmax=(1.5,), logits=8.0)
+        shapes.add(_square(f"causal,d=64,s={s}", s, b, h, 64), *drawn, peaky)
+    contenders = ("backlight", "eager", "adasplash")
+    workloads = _in(shapes.cases, dtype)
+    return Suite("entmax", "entmax beside plain causal", SPEED, workloads, contenders, rounds=2, plain=shapes.plain)
+
+
 def masks(device: torch.device, quick: bool) -> Suite:
     """Masks by row intervals beside plain causal attention, and documents, by lengths and by ids, beside the packed call of the
     same lengths."""
@@ -243,6 +259,7 @@ SUITES: dict[str, Callable[[torch.device, bool], Suite]] = {
     "variants": variants,
     "terms": terms,
     "masks": masks,
+    "entmax": entmax,
     "pair": pair,
     "cpu": cpu,
     "smoke": smoke,

@@ -51,7 +51,7 @@ class TritonBackend:
     name = "triton"
     summary = "portable GPU kernels, fp16 bf16 fp32, every variant"
     takes = frozenset(
-        {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed", "part"}
+        {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "entmax", "rows", "pos", "packed", "part"}
     )
     # a new term has no derivatives until it is named here too
     twice = frozenset({"causal", "window", "softcap", "bias", "sink", "gate", "rows", "pos", "packed"})

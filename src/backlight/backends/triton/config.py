@@ -94,6 +94,8 @@ def why_no_second(call: Call) -> tuple[str, ...]:
 def kernels_of(call: Call) -> tuple[str, ...]:
     """The kernels with a configuration that a call and its backward launch, in order."""
     forward = ("forward",) if call.tau is None else ("lse", "elastic")
+    if call.entmax is not None:
+        forward = ("entmax", "live")
     return (*forward, "dq", *key_kernels(call), *(() if call.bias is None else ("dbias",)), *pair_kernels(call))
 
 
@@ -107,6 +109,8 @@ def variant_of(call: Call) -> str:
     """What decides between tables: the term that costs most, then whether tiles are cut by a mask."""
     if call.tau is not None:
         return "lazy"
+    if call.entmax is not None:
+        return "entmax"
     if call.pair_bias is not None:
         return "pair"
     if call.bias is not None:
@@ -168,12 +172,15 @@ def shipped(kernel: str, call: Call, device: Device) -> KernelConfig | None:
 
 def entry(table: Mapping[str, KernelConfig], kernel: str, call: Call) -> KernelConfig | None:
     """The variant's own entry, else that of plain attention with or without a mask; lse is a forward that keeps no o. A pair
-    bias has none but its own."""
+    bias and entmax have none but their own."""
     width, plain = max(64, width_of(call)), plain_of(call)
     if call.pair_bias is not None:
         # its tiles take room beside the others, and where products are short they decide
         return table.get(f"{kernel}/{max(32, width_of(call))}/pair")
     own = table.get(f"{kernel}/{width}/{variant_of(call)}")
+    if call.entmax is not None:
+        # slopes beside weights take registers that tiles of a softmax do not have
+        return own
     return own or table.get(f"{'forward' if kernel == 'lse' else kernel}/{width}/{plain}")
 
 
@@ -229,7 +236,7 @@ def _wide(kernel: str, shared: int) -> KernelConfig:
     """16 bits, heads wider than 128."""
     if kernel in ("forward", "lse"):
         return KernelConfig(64, 64, 4, 2) if shared >= LARGE else KernelConfig(64, 32, 8 if shared >= MIDDLE else 4, 2)
-    if kernel == "elastic":
+    if kernel in ("elastic", "entmax", "live"):
         return KernelConfig(64, 64 if shared >= LARGE else 32, 8, 2, tma=True)
     return KernelConfig(32, 32 if shared < MIDDLE and kernel in ("dq", "dbias") else 64, 8, 1)
 
@@ -239,10 +246,10 @@ def _usual(kernel: str, width: int, call: Call, shared: int) -> KernelConfig:
     warps."""
     if kernel in ("forward", "lse"):
         return KernelConfig(128, 64, 8, 3 if width <= 64 or shared >= LARGE else 2)
-    if kernel == "elastic":
+    if kernel in ("elastic", "entmax", "live"):
         return KernelConfig(64, 64, 4, 2, tma=True)
     heads = call.q.shape[-1], call.v.shape[-1]
-    heavy = call.tau is not None or call.spec.softcap is not None or any(padded(d) != d for d in heads)
+    heavy = call.spec.keeps_u or call.spec.softcap is not None or any(padded(d) != d for d in heads)
     if heavy and kernel == "dkdv" and (width <= 64 or shared < MIDDLE):
         return KernelConfig(32, 64, 4, 2) if shared >= MIDDLE else KernelConfig(32, 64, 8, 1)
     if shared >= MIDDLE:

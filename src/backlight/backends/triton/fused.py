@@ -105,7 +105,7 @@ def fits(launch: Launch) -> bool:
     call, spec = launch.call, launch.call.spec
     if not spec.pair_bias or width_of(call) > WIDEST or call.q.dtype == torch.float32 or call.group > 1:
         return False
-    if spec.masked or spec.rows or spec.bias or spec.sink or spec.gate or spec.tau or call.varlen or call.part is not None:
+    if spec.masked or spec.rows or spec.bias or spec.sink or spec.gate or spec.keeps_u or call.varlen or call.part is not None:
         return False
     config = launch.config("fused")
     return 0 < call.q.shape[2] <= config.block_m and 0 < call.k.shape[2] <= config.block_n and call.q.numel() > 0
