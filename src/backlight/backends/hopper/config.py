@@ -65,6 +65,11 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+def dq_width(d: int) -> int:
+    """Columns of the accumulator of dq: padded, but for the 192 that have two register tiles (`columns_beyond`)."""
+    return 192 if 128 < d <= 192 else padded(d)
+
+
 def rows_of(call: Call) -> int:
     """Rows of a sequence, the mean of packed ones."""
     return call.q.shape[2] // sequences_of(call)

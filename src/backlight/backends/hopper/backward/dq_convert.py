@@ -16,8 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from backlight.backends.hopper.arguments import Packing
 from backlight.backends.hopper.backward.prepass import Rows
 from backlight.backends.hopper.compat import smem_reinterpret, tma_load
+from backlight.backends.hopper.config import dq_width
 from backlight.backends.hopper.launch import Launch
-from backlight.backends.hopper.primitives import barriers, locate, store_tile
+from backlight.backends.hopper.primitives import barriers, columns_beyond, first_columns, locate, store_tile
 
 
 @gluon.constexpr_function
@@ -59,8 +60,8 @@ def dq_half_layout(BD):
 
 
 @gluon.jit
-def add_fragments(acc_ptr, row, dq):
-    """Add a dq tile [64, BD], fragments in registers, to the accumulator rows from `row`: the order of `dq_tile_layout`."""
+def add_fragments(acc_ptr, dq):
+    """Add a dq tile [64, BD], fragments in registers, to the accumulator: the order of `dq_tile_layout`."""
     BD: gl.constexpr = dq.shape[1]
     HALF: gl.constexpr = BD // 2
     layout: gl.constexpr = dq.type.layout
@@ -69,7 +70,7 @@ def add_fragments(acc_ptr, row, dq):
     # what the thread has in common first: the rest is an immediate
     thread = column % 8 // 2 * 4 + line % 8 * 16 + line // 16 * (16 * HALF) + column // HALF * (64 * HALF)
     fixed = column % 2 + line // 8 % 2 * 2 + column % HALF // 8 * 128
-    add_quads(((acc_ptr + row.to(gl.int64) * BD) + thread) + fixed, dq)
+    add_quads((acc_ptr + thread) + fixed, dq)
 
 
 @gluon.jit
@@ -85,13 +86,39 @@ def add_quads(pointers, values):
     )
 
 
-@gluon.jit(do_not_specialize=["n_segments", "heads", "sq", "tiles"])
-def _dq_convert_kernel(acc_desc, dq_desc, packing, n_segments, heads, sq, tiles, scale, VARLEN: gl.constexpr):
+@gluon.jit
+def load_sums(acc_desc, line, bar, dst):
+    """A tile of the accumulator from a line of its descriptor on, which may be the first of several boxes."""
     BM: gl.constexpr = acc_desc.block_type.shape[0]
     BD: gl.constexpr = acc_desc.block_type.shape[1]
+    BOXES: gl.constexpr = dst.shape[1] // BD
+    boxes = smem_reinterpret(dst, gl.float32, [BOXES, BM, BD], acc_desc.layout)
+    for i in gl.static_range(BOXES):
+        tma_load(acc_desc, [line + i * BM, 0], bar, boxes.index(i))
+
+
+@gluon.jit
+def convert_tile(sums, scale, out, dtype: gl.constexpr):
+    """A tile of the accumulator as 16 bits."""
+    BM: gl.constexpr = sums.shape[0]
+    BD: gl.constexpr = sums.shape[1]
+    fragments = smem_reinterpret(sums, gl.float32, [BM, BD], dq_tile_layout(BM, BD)).load(dq_fragments(BM, BD))
+    out.store((fragments * scale).to(dtype))
+
+
+@gluon.jit(do_not_specialize=["n_segments", "heads", "sq", "tiles"])
+def _dq_convert_kernel(
+    acc_desc, dq_desc, packing, n_segments, heads, sq, tiles, scale, D: gl.constexpr, VARLEN: gl.constexpr
+):  # fmt: skip
+    BM: gl.constexpr = acc_desc.block_type.shape[0]
+    RANK: gl.constexpr = len(dq_desc.block_type.shape)
+    BD: gl.constexpr = dq_desc.block_type.shape[RANK - 1]
+    BEYOND: gl.constexpr = columns_beyond(D, BD)
+    FIRST: gl.constexpr = 2 * BEYOND if BEYOND > 0 else BD
+    LINES: gl.constexpr = BM * (FIRST + BEYOND) // acc_desc.block_type.shape[1]
     tile = gl.program_id(0)
     head = gl.program_id(1)
-    row = (head * tiles + tile) * BM
+    line = (head * tiles + tile) * LINES
     start = tile * 0
     if VARLEN:
         z, first = locate(tile, packing.cu_row_tiles_ptr, n_segments)
@@ -101,15 +128,19 @@ def _dq_convert_kernel(acc_desc, dq_desc, packing, n_segments, heads, sq, tiles,
         start = gl.load(packing.cu_q_ptr + z)
         sq = gl.load(packing.cu_q_ptr + z + 1) - start
     dtype: gl.constexpr = dq_desc.dtype
-    acc_s = gl.allocate_shared_memory(gl.float32, [BM, BD], acc_desc.layout)
+    first_s = gl.allocate_shared_memory(gl.float32, [BM, FIRST], acc_desc.layout)
     out_s = gl.allocate_shared_memory(dtype, [BM, BD], gl.NVMMASharedLayout.get_default_for([BM, BD], dtype))
     full = barriers(1, 1)
     fence_async_shared()
-    mbarrier.expect(full.index(0), BM * BD * 4)
-    tma_load(acc_desc, [row, 0], full.index(0), acc_s)
+    mbarrier.expect(full.index(0), BM * (FIRST + BEYOND) * 4)
+    load_sums(acc_desc, line, full.index(0), first_s)
+    if BEYOND > 0:
+        beyond_s = gl.allocate_shared_memory(gl.float32, [BM, BEYOND], acc_desc.layout)
+        load_sums(acc_desc, line + 2 * BM, full.index(0), beyond_s)
     mbarrier.wait(full.index(0), 0)
-    fragments = smem_reinterpret(acc_s, gl.float32, [BM, BD], dq_tile_layout(BM, BD)).load(dq_fragments(BM, BD))
-    out_s.store((fragments * scale).to(dtype))
+    convert_tile(first_s, scale, first_columns(out_s, BEYOND), dtype)
+    if BEYOND > 0:
+        convert_tile(beyond_s, scale, out_s.slice(FIRST, BEYOND, 1), dtype)
     fence_async_shared()
     store_tile(dq_desc, head // heads, head % heads, start, sq, tile * BM, out_s, VARLEN)
     tma.store_wait(0)
@@ -122,7 +153,7 @@ def convert_dq(launch: Launch, rows: Rows, dq: Tensor) -> None:
 
     def describe() -> dict[str, Any]:
         args = [
-            rows.tiles_of_dq(launch.bd, block),
+            rows.tiles_of_dq(dq_width(launch.d), block),
             launch.rows(dq, block, launch.bd),
             packing,
             rows.n_segments,
@@ -131,7 +162,7 @@ def convert_dq(launch: Launch, rows: Rows, dq: Tensor) -> None:
             rows.tiles,
             launch.call.scale,
         ]
-        constants = {"VARLEN": launch.call.varlen}
+        constants = {"D": launch.d, "VARLEN": launch.call.varlen}
         return {"grid": (rows.tiles, launch.batch * launch.heads), "args": args, "constants": constants, "num_warps": 8}
 
     launch.start(_dq_convert_kernel, (acc, dq, *packing), describe)

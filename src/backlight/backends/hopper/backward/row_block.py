@@ -30,7 +30,9 @@ from backlight.backends.hopper.barriers import BOTH_GROUPS_AND_WARP, Q_EMPTY, dq
 from backlight.backends.hopper.compat import arguments, barrier, warpgroup_mma_wait
 from backlight.backends.hopper.primitives import (
     bar_arrive,
+    columns_beyond,
     end_block,
+    first_columns,
     mma_over_columns,
     phase_of,
     pieces,
@@ -43,10 +45,15 @@ from backlight.backends.hopper.terms import TABLE_PAD, bias_tile, cap_slope, cap
 
 @arguments
 class Sums:
-    """What goes from block to block; blocks and flushes of diagonals are counted over all tiles."""
+    """What goes from block to block; blocks and flushes of diagonals are counted over all tiles.
+
+    dk_beyond, dv_beyond: their last columns (`columns_beyond`), any number where there are none.
+    """
 
     dk: gl.tensor
     dv: gl.tensor
+    dk_beyond: gl.tensor
+    dv_beyond: gl.tensor
     count: gl.tensor
     flushes: gl.tensor
 
@@ -225,11 +232,10 @@ def operand(tile16, dk):
 
 
 @gluon.jit
-def no_dq(p):
+def no_dq(p, COLUMNS: gl.constexpr):
     """A tile of dq that product 4 overwrites."""
     BM: gl.constexpr = p.V.BM
-    BD: gl.constexpr = p.buffers.k.shape[1]
-    return gl.zeros([BM, BD], gl.float32, dq_fragments(BM, BD))
+    return gl.zeros([BM, COLUMNS], gl.float32, dq_fragments(BM, COLUMNS))
 
 
 @gluon.jit
@@ -243,25 +249,60 @@ def grown(p, b, dk_token, dv_token):
 
 
 @gluon.jit
-def wide_products(p, turn, b, dk, dv, at16, ds16):
+def waited(PENDING: gl.constexpr, first, beyond, BEYOND: gl.constexpr):
+    """Both accumulators of a product, of which there may be one, when PENDING products are left in flight."""
+    if BEYOND > 0:
+        first, beyond = warpgroup_mma_wait(PENDING, deps=[first, beyond])
+    else:
+        first = warpgroup_mma_wait(PENDING, deps=[first])
+    return first, beyond
+
+
+@gluon.jit
+def wide_products(p, turn, b, sums, at16, ds16):
     """Products 3 to 5 of wide heads: both operands in shared memory, dq added from registers."""
+    BD: gl.constexpr = p.buffers.k.shape[1]
+    BEYOND: gl.constexpr = columns_beyond(p.V.D, BD)
+    V_BEYOND: gl.constexpr = columns_beyond(p.V.DV, p.buffers.v.shape[1])
+    FIRST: gl.constexpr = 2 * BEYOND if BEYOND > 0 else BD
+    OF_K: gl.constexpr = 2 if BEYOND > 0 else 1
+    OF_V: gl.constexpr = 2 if V_BEYOND > 0 else 1
     p.buffers.p.store(at16)
     p.buffers.ds.store(ds16)
     fence_async_shared()
-    dq_token = no_dq(p)
+    dst = p.buffers.ds.permute((1, 0))
+    dq = no_dq(p, FIRST)
+    dq_beyond = sums.dk_beyond
     if not p.V.SPLIT:
         # 4: dq += ds k
-        dq_token = warpgroup_mma(p.buffers.ds.permute((1, 0)), b.k, dq_token, use_acc=False, is_async=True)
+        dq = warpgroup_mma(dst, first_columns(b.k, BEYOND), dq, use_acc=False, is_async=True)
+        if BEYOND > 0:
+            k = b.k.slice(FIRST, BEYOND, 1)
+            dq_beyond = warpgroup_mma(dst, k, no_dq(p, BEYOND), use_acc=False, is_async=True)
     # 3: dv += p^T do
-    dv_token = warpgroup_mma(p.buffers.p, b.do, dv, is_async=True)
+    dv = warpgroup_mma(p.buffers.p, first_columns(b.do, V_BEYOND), sums.dv, is_async=True)
+    dv_beyond = sums.dv_beyond
+    if V_BEYOND > 0:
+        dv_beyond = warpgroup_mma(p.buffers.p, b.do.slice(2 * V_BEYOND, V_BEYOND, 1), dv_beyond, is_async=True)
     # 5: dk += ds^T q
-    dk_token = warpgroup_mma(p.buffers.ds, b.q, dk, is_async=True)
+    dk = warpgroup_mma(p.buffers.ds, first_columns(b.q, BEYOND), sums.dk, is_async=True)
+    dk_beyond = sums.dk_beyond
+    if BEYOND > 0:
+        dk_beyond = warpgroup_mma(p.buffers.ds, b.q.slice(FIRST, BEYOND, 1), dk_beyond, is_async=True)
     if not p.V.SPLIT:
         # no room for a tile in shared memory; the additions run under the matmuls of dv and dk
         head = read_field(p, turn, BATCH, p.V.WARPS) * p.heads + read_field(p, turn, KV_HEAD, p.V.WARPS) * p.group + b.member
         row = (head * p.row_tiles + read_field(p, turn, FIRST_TILE, p.V.WARPS) + b.i) * p.V.BM
-        add_fragments(p.acc_ptr, row, warpgroup_mma_wait(2, deps=[dq_token]))
-    return grown(p, b, dk_token, dv_token)
+        acc_ptr = p.acc_ptr + row.to(gl.int64) * (FIRST + BEYOND)
+        dq, dq_beyond = waited(OF_K + OF_V, dq, dq_beyond, BEYOND)
+        add_fragments(acc_ptr, dq)
+        if BEYOND > 0:
+            add_fragments(acc_ptr + p.V.BM * FIRST, dq_beyond)
+    dv, dv_beyond = waited(OF_K, dv, dv_beyond, V_BEYOND)
+    bar_arrive(p.DO_EMPTY + b.stage, BOTH_GROUPS_AND_WARP)
+    dk, dk_beyond = waited(0, dk, dk_beyond, BEYOND)
+    bar_arrive(Q_EMPTY + b.stage, BOTH_GROUPS_AND_WARP)
+    return dk, dv, dk_beyond, dv_beyond
 
 
 @gluon.jit
@@ -283,7 +324,7 @@ def products(p, turn, count, b, dk, dv, at16, ds16):
     dv_token = warpgroup_mma(at16, b.do, dv, is_async=True)
     fence_async_shared()
     # 4: dq += ds k
-    dq_token = warpgroup_mma(p.buffers.ds.permute((1, 0)), b.k, no_dq(p), use_acc=False, is_async=True)
+    dq_token = warpgroup_mma(p.buffers.ds.permute((1, 0)), b.k, no_dq(p, p.buffers.k.shape[1]), use_acc=False, is_async=True)
     dv = warpgroup_mma_wait(1, deps=[dv_token])
     bar_arrive(p.DO_EMPTY + b.stage, BOTH_GROUPS_AND_WARP)
     # 5: dk += ds^T q
@@ -309,8 +350,10 @@ def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.co
     if p.V.SOFTCAP:
         ds = ds * cap_slope(s)
     ds16 = ds.to(p.q_desc.dtype)
+    dk_beyond = sums.dk_beyond
+    dv_beyond = sums.dv_beyond
     if p.V.WIDE:
-        dk, dv = wide_products(p, turn, b, sums.dk, sums.dv, at16, ds16)
+        dk, dv, dk_beyond, dv_beyond = wide_products(p, turn, b, sums, at16, ds16)
     elif p.V.SPLIT:
         dk, dv = products_without_dq(p, b, sums.dk, sums.dv, at16, ds16)
     else:
@@ -318,4 +361,4 @@ def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.co
     flushes = sums.flushes
     if p.V.DBIAS and BIASED:
         flushes += 1
-    return Sums(dk=dk, dv=dv, count=sums.count + 1, flushes=flushes)
+    return Sums(dk=dk, dv=dv, dk_beyond=dk_beyond, dv_beyond=dv_beyond, count=sums.count + 1, flushes=flushes)
