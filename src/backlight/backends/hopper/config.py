@@ -226,6 +226,7 @@ class BackwardConfig:
     narrow: bool = False
     persistent: bool = True
     together: int = 0
+    dv_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)

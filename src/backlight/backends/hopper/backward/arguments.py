@@ -86,6 +86,7 @@ class Variant(NamedTuple):
     DQ_TILES: bool = True
     # option of BackwardConfig
     OVERLAP: bool = False
+    DV_FIRST: bool = False
     # dk and dv leave early, through memory that is not that of K and V
     EARLY: bool = False
     BIAS: bool = False

@@ -78,6 +78,7 @@ def main_variant(launch: Launch, rows: Rows, diagonals: Diagonals | None, split:
         WIDE=config.wide,
         DQ_TILES=not (split or config.wide),
         OVERLAP=config.overlap,
+        DV_FIRST=config.dv_first and call.tau is None and spec.softcap is None,
         EARLY=not split and room_for_dv(config, launch.bd, launch.bdv, diagonals is not None),
         BIAS=call.bias is not None,
         DBIAS=diagonals is not None,

@@ -259,7 +259,49 @@ def waited(PENDING: gl.constexpr, first, beyond, BEYOND: gl.constexpr):
 
 
 @gluon.jit
-def wide_products(p, turn, b, sums, at16, ds16):
+def start_dv(p, b, dv, dv_beyond):
+    """3: dv += p^T do of wide heads, in flight."""
+    V_BEYOND: gl.constexpr = columns_beyond(p.V.DV, p.buffers.v.shape[1])
+    dv = warpgroup_mma(p.buffers.p, first_columns(b.do, V_BEYOND), dv, is_async=True)
+    if V_BEYOND > 0:
+        dv_beyond = warpgroup_mma(p.buffers.p, b.do.slice(2 * V_BEYOND, V_BEYOND, 1), dv_beyond, is_async=True)
+    return dv, dv_beyond
+
+
+@gluon.jit
+def wide_block_dv_first(p, turn, b, sums, MASK: gl.constexpr, BIASED: gl.constexpr):
+    """Products of a block of wide heads: p leaves under product 2, so that ds is made under product 3."""
+    BM: gl.constexpr = p.V.BM
+    BN: gl.constexpr = p.V.BN
+    s_l: gl.constexpr = tile_layout(p.V.WIDE, BM)
+    row_l: gl.constexpr = gl.SliceLayout(0, s_l)
+    PIECES: gl.constexpr = len(pieces(p.V.DV, p.buffers.v.shape[1]))
+    OF_V: gl.constexpr = 2 if columns_beyond(p.V.DV, p.buffers.v.shape[1]) > 0 else 1
+    limits = b.i
+    if MASK == OUTSIDE:
+        limits = row_limits(p, turn, 0, b.member, gl.SliceLayout(1, s_l), BN)
+    zero = gl.zeros([BN, BM], gl.float32, s_l)
+    mbarrier.wait(p.buffers.q_full.index(b.stage), b.phase)
+    s_token = mma_over_columns(b.k, b.q, zero, p.V.D)
+    lse = p.buffers.lse.index(b.stage).load(row_l)
+    barrier()
+    mbarrier.wait(p.buffers.do_full.index(b.stage), b.phase)
+    dp_token = mma_over_columns(b.v, b.do, zero, p.V.DV)
+    s = warpgroup_mma_wait(PIECES, deps=[s_token])
+    if BIASED:
+        s = s + block_bias(p, turn, zero, b)
+    pt = block_weights(p, turn, s, lse, b, limits, MASK)
+    delta = p.buffers.delta.index(b.stage).load(row_l)
+    p.buffers.p.store(pt.to(p.q_desc.dtype))
+    fence_async_shared()
+    dv, dv_beyond = start_dv(p, b, sums.dv, sums.dv_beyond)
+    dp = warpgroup_mma_wait(OF_V, deps=[dp_token])
+    ds16 = gradient(pt, dp, delta, True).to(p.q_desc.dtype)
+    return wide_products(p, turn, b, sums.dk, sums.dk_beyond, dv, dv_beyond, ds16, ds16)
+
+
+@gluon.jit
+def wide_products(p, turn, b, dk, dk_beyond, dv, dv_beyond, at16, ds16):
     """Products 3 to 5 of wide heads: both operands in shared memory, dq added from registers."""
     BD: gl.constexpr = p.buffers.k.shape[1]
     BEYOND: gl.constexpr = columns_beyond(p.V.D, BD)
@@ -267,26 +309,23 @@ def wide_products(p, turn, b, sums, at16, ds16):
     FIRST: gl.constexpr = 2 * BEYOND if BEYOND > 0 else BD
     OF_K: gl.constexpr = 2 if BEYOND > 0 else 1
     OF_V: gl.constexpr = 2 if V_BEYOND > 0 else 1
-    p.buffers.p.store(at16)
+    if not p.V.DV_FIRST:
+        p.buffers.p.store(at16)
     p.buffers.ds.store(ds16)
     fence_async_shared()
     dst = p.buffers.ds.permute((1, 0))
     dq = no_dq(p, FIRST)
-    dq_beyond = sums.dk_beyond
+    dq_beyond = dq
     if not p.V.SPLIT:
         # 4: dq += ds k
         dq = warpgroup_mma(dst, first_columns(b.k, BEYOND), dq, use_acc=False, is_async=True)
         if BEYOND > 0:
             k = b.k.slice(FIRST, BEYOND, 1)
             dq_beyond = warpgroup_mma(dst, k, no_dq(p, BEYOND), use_acc=False, is_async=True)
-    # 3: dv += p^T do
-    dv = warpgroup_mma(p.buffers.p, first_columns(b.do, V_BEYOND), sums.dv, is_async=True)
-    dv_beyond = sums.dv_beyond
-    if V_BEYOND > 0:
-        dv_beyond = warpgroup_mma(p.buffers.p, b.do.slice(2 * V_BEYOND, V_BEYOND, 1), dv_beyond, is_async=True)
+    if not p.V.DV_FIRST:
+        dv, dv_beyond = start_dv(p, b, dv, dv_beyond)
     # 5: dk += ds^T q
-    dk = warpgroup_mma(p.buffers.ds, first_columns(b.q, BEYOND), sums.dk, is_async=True)
-    dk_beyond = sums.dk_beyond
+    dk = warpgroup_mma(p.buffers.ds, first_columns(b.q, BEYOND), dk, is_async=True)
     if BEYOND > 0:
         dk_beyond = warpgroup_mma(p.buffers.ds, b.q.slice(FIRST, BEYOND, 1), dk_beyond, is_async=True)
     if not p.V.SPLIT:
@@ -294,7 +333,7 @@ def wide_products(p, turn, b, sums, at16, ds16):
         head = read_field(p, turn, BATCH, p.V.WARPS) * p.heads + read_field(p, turn, KV_HEAD, p.V.WARPS) * p.group + b.member
         row = (head * p.row_tiles + read_field(p, turn, FIRST_TILE, p.V.WARPS) + b.i) * p.V.BM
         acc_ptr = p.acc_ptr + row.to(gl.int64) * (FIRST + BEYOND)
-        dq, dq_beyond = waited(OF_K + OF_V, dq, dq_beyond, BEYOND)
+        dq, dq_beyond = waited(OF_K if p.V.DV_FIRST else OF_K + OF_V, dq, dq_beyond, BEYOND)
         add_fragments(acc_ptr, dq)
         if BEYOND > 0:
             add_fragments(acc_ptr + p.V.BM * FIRST, dq_beyond)
@@ -343,6 +382,9 @@ def products(p, turn, count, b, dk, dv, at16, ds16):
 def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.constexpr):
     """One row block: its dq goes out, dk and dv grow."""
     b = block_of(p, sums.count, member, i)
+    if p.V.DV_FIRST:
+        dk, dv, dk_beyond, dv_beyond = wide_block_dv_first(p, turn, b, sums, MASK, BIASED)
+        return Sums(dk=dk, dv=dv, dk_beyond=dk_beyond, dv_beyond=dv_beyond, count=sums.count + 1, flushes=sums.flushes)
     s, pt, dp, delta = weights_and_dp(p, turn, b, MASK, BIASED)
     at16, ds = weights_and_ds(p, b, pt, dp, delta, limit, MASK, BIASED)
     if p.V.DBIAS and BIASED:
@@ -353,7 +395,7 @@ def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.co
     dk_beyond = sums.dk_beyond
     dv_beyond = sums.dv_beyond
     if p.V.WIDE:
-        dk, dv, dk_beyond, dv_beyond = wide_products(p, turn, b, sums, at16, ds16)
+        dk, dv, dk_beyond, dv_beyond = wide_products(p, turn, b, sums.dk, dk_beyond, sums.dv, dv_beyond, at16, ds16)
     elif p.V.SPLIT:
         dk, dv = products_without_dq(p, b, sums.dk, sums.dv, at16, ds16)
     else:
