@@ -46,6 +46,7 @@ TILES = (
     Case("packed,window", hq=1, hkv=1, lengths_q=(300, 5, 140), lengths_k=(200, 60, 140), d=64, window=(90, 20), dlse=True),
     Case("d=96", b=1, hq=2, hkv=1, sq=200, sk=200, d=96, causal=True),
     Case("d=128", b=1, hq=2, hkv=1, sq=260, sk=260, d=128, causal=True),
+    Case("d=192", b=1, hq=2, hkv=1, sq=150, sk=200, d=192, causal=True, dlse=True),
     Case("d=192,dv=128", b=1, hq=2, hkv=1, sq=150, sk=200, d=192, dv=128, causal=True),
     Case("d=256", b=1, hq=2, hkv=1, sq=200, sk=200, d=256, window=(60, 10)),
     Case("d=64,dv=128", b=1, sq=150, sk=140, d=64, dv=128),

@@ -105,7 +105,7 @@ def plain(device: torch.device, quick: bool) -> Suite:
 def every(device: torch.device, quick: bool) -> Suite:
     """Shapes beside the even ones of `plain`, where a kernel of somebody else may be faster."""
     cases = [
-        _square(f"d={d},s={s},b={b},h={hq}:{hkv},{_masked(mask)}", s, b, hq, d, causal=mask != "full", hkv=hkv, **_windowed(mask))
+        _square(f"d={d},s={s},b={b},h={hq}:{hkv},{_words(mask)}", s, b, hq, d, hkv=hkv, **_options(mask))
         for d, s, b, hq, hkv, mask in (MET[:-2] if quick else MET)
     ]
     s, b, h, d = LATENT
@@ -114,12 +114,12 @@ def every(device: torch.device, quick: bool) -> Suite:
     return Suite("every", summary, SPEED, _in(cases, BF16), ("backlight", "fa3", "sdpa-cudnn"), rounds=2)
 
 
-def _masked(mask: str | int) -> str:
+def _words(mask: str | int) -> str:
     return mask if isinstance(mask, str) else f"window {mask}"
 
 
-def _windowed(mask: str | int) -> dict[str, Any]:
-    return {} if isinstance(mask, str) else {"window": (mask, 0)}
+def _options(mask: str | int) -> dict[str, Any]:
+    return {"causal": mask != "full"} if isinstance(mask, str) else {"window": (mask, 0)}
 
 
 class Beside:

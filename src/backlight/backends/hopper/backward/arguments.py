@@ -71,8 +71,9 @@ class Variant(NamedTuple):
     BDV: int
     BM: int
     BN: int
-    # stages of the rings of q and do
+    # stages of the rings of q, and of do
     ST: int
+    DO_ST: int
     # warps of a partition that multiplies
     WARPS: int
     HAS_LEFT: bool
@@ -86,7 +87,6 @@ class Variant(NamedTuple):
     DQ_TILES: bool = True
     # option of BackwardConfig
     OVERLAP: bool = False
-    DV_FIRST: bool = False
     # dk and dv leave early, through memory that is not that of K and V
     EARLY: bool = False
     BIAS: bool = False
@@ -117,7 +117,6 @@ class Backward(Sizes):
     lse_desc: tma.tensor_descriptor
     delta_desc: tma.tensor_descriptor
     acc_desc: Maybe
-    acc_ptr: Maybe
     share_desc: Maybe
     diagonals_desc: Maybe
     terms: Maybe

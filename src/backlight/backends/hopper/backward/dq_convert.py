@@ -1,7 +1,7 @@
 """dq from the accumulator: what the main kernels add up, tile by tile, and the kernel that converts it.
 
-Tiles are added in the order of a main kernel's register fragments: by TMA from shared memory laid out that way, or from
-registers by `add_fragments`. `_dq_convert_kernel` reads them through the same layout, scales and converts.
+Tiles are added in the order of a main kernel's register fragments, by TMA from shared memory laid out that way; those of wide
+heads in pieces (`dq_pieces`). `_dq_convert_kernel` reads them through the same layout, scales and converts.
 """
 
 # device code: compiled by Triton from its own types, never run by Python
@@ -18,7 +18,7 @@ from backlight.backends.hopper.backward.prepass import Rows
 from backlight.backends.hopper.compat import smem_reinterpret, tma_load
 from backlight.backends.hopper.config import dq_width
 from backlight.backends.hopper.launch import Launch
-from backlight.backends.hopper.primitives import barriers, columns_beyond, first_columns, locate, store_tile
+from backlight.backends.hopper.primitives import barriers, dq_pieces, locate, store_tile
 
 
 @gluon.constexpr_function
@@ -60,33 +60,6 @@ def dq_half_layout(BD):
 
 
 @gluon.jit
-def add_fragments(acc_ptr, dq):
-    """Add a dq tile [64, BD], fragments in registers, to the accumulator: the order of `dq_tile_layout`."""
-    BD: gl.constexpr = dq.shape[1]
-    HALF: gl.constexpr = BD // 2
-    layout: gl.constexpr = dq.type.layout
-    line = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
-    column = gl.expand_dims(gl.arange(0, BD, gl.SliceLayout(0, layout)), 0)
-    # what the thread has in common first: the rest is an immediate
-    thread = column % 8 // 2 * 4 + line % 8 * 16 + line // 16 * (16 * HALF) + column // HALF * (64 * HALF)
-    fixed = column % 2 + line // 8 % 2 * 2 + column % HALF // 8 * 128
-    add_quads((acc_ptr + thread) + fixed, dq)
-
-
-@gluon.jit
-def add_quads(pointers, values):
-    """Add to global memory: four values that lie next to each other in a thread's registers and in memory, 16 bytes at once."""
-    gl.inline_asm_elementwise(
-        "{ red.global.add.v4.f32 [$4], {$8, $9, $10, $11}; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }",
-        "=r,=r,=r,=r,l,l,l,l,f,f,f,f",
-        [pointers.to(gl.int64), values],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=4,
-    )
-
-
-@gluon.jit
 def load_sums(acc_desc, line, bar, dst):
     """A tile of the accumulator from a line of its descriptor on, which may be the first of several boxes."""
     BM: gl.constexpr = acc_desc.block_type.shape[0]
@@ -113,8 +86,9 @@ def _dq_convert_kernel(
     BM: gl.constexpr = acc_desc.block_type.shape[0]
     RANK: gl.constexpr = len(dq_desc.block_type.shape)
     BD: gl.constexpr = dq_desc.block_type.shape[RANK - 1]
-    BEYOND: gl.constexpr = columns_beyond(D, BD)
-    FIRST: gl.constexpr = 2 * BEYOND if BEYOND > 0 else BD
+    PIECES: gl.constexpr = dq_pieces(D, BD)
+    FIRST: gl.constexpr = PIECES[0][1]
+    BEYOND: gl.constexpr = PIECES[1][1] if len(PIECES) > 1 else 0
     LINES: gl.constexpr = BM * (FIRST + BEYOND) // acc_desc.block_type.shape[1]
     tile = gl.program_id(0)
     head = gl.program_id(1)
@@ -136,9 +110,9 @@ def _dq_convert_kernel(
     load_sums(acc_desc, line, full.index(0), first_s)
     if BEYOND > 0:
         beyond_s = gl.allocate_shared_memory(gl.float32, [BM, BEYOND], acc_desc.layout)
-        load_sums(acc_desc, line + 2 * BM, full.index(0), beyond_s)
+        load_sums(acc_desc, line + FIRST // acc_desc.block_type.shape[1] * BM, full.index(0), beyond_s)
     mbarrier.wait(full.index(0), 0)
-    convert_tile(first_s, scale, first_columns(out_s, BEYOND), dtype)
+    convert_tile(first_s, scale, out_s.slice(0, FIRST, 1) if BEYOND > 0 else out_s, dtype)
     if BEYOND > 0:
         convert_tile(beyond_s, scale, out_s.slice(FIRST, BEYOND, 1), dtype)
     fence_async_shared()

@@ -254,9 +254,10 @@ class Rows:
         return self.lse2 if self.acc is None else self.acc
 
     def tiles_of_dq(self, width: int, block: int) -> TensorDescriptor:
-        """Tiles [block, width] of the accumulator; thirds of them where that is no power of two."""
+        """Tiles [block, width] of the accumulator; of wide heads boxes of 64 columns (`primitives.dq_pieces`)."""
         rows = 1 if self.acc is None else self.lse2.numel() - 64
-        return descriptor(self.accumulator, matrix_fields(3 * rows, 64, block) if width == 192 else matrix_fields(rows, width, block))
+        each = 1 if width <= 128 else width // 64
+        return descriptor(self.accumulator, matrix_fields(each * rows, width // each, block))
 
 
 def eighths(tensor: Tensor | None) -> tuple[int | None, ...]:

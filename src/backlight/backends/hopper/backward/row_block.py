@@ -11,10 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from backlight.backends.hopper.backward.dbias import leave_diagonals
-from backlight.backends.hopper.backward.dq_convert import add_fragments, dq_fragments
+from backlight.backends.hopper.backward.dq_convert import dq_fragments
 from backlight.backends.hopper.backward.key_tiles import (
-    BATCH,
-    FIRST_TILE,
     J0,
     KV_HEAD,
     OUTSIDE,
@@ -31,6 +29,8 @@ from backlight.backends.hopper.compat import arguments, barrier, warpgroup_mma_w
 from backlight.backends.hopper.primitives import (
     bar_arrive,
     columns_beyond,
+    dq_apart,
+    dq_pieces,
     end_block,
     first_columns,
     mma_over_columns,
@@ -66,6 +66,8 @@ class Block:
     member: gl.tensor
     stage: gl.tensor
     phase: gl.tensor
+    do_stage: gl.tensor
+    do_phase: gl.tensor
     q: gl.shared_memory_descriptor
     do: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
@@ -133,13 +135,16 @@ def elastic(p, pt, dp, stage, limit, FIRST: gl.constexpr, MASK: gl.constexpr):
 def block_of(p, count, member, i):
     """Row block i of a query head, where the rings have it."""
     stage = stage_of(count, p.V.ST)
+    do_stage = stage_of(count, p.V.DO_ST)
     return Block(
         i=i,
         member=member,
         stage=stage,
         phase=phase_of(count, p.V.ST),
+        do_stage=do_stage,
+        do_phase=phase_of(count, p.V.DO_ST),
         q=p.buffers.q.index(stage),
-        do=p.buffers.do.index(stage),
+        do=p.buffers.do.index(do_stage),
         k=rematerialised(p.buffers.k, count),
         v=rematerialised(p.buffers.v, count),
     )
@@ -171,7 +176,7 @@ def weights_and_dp(p, turn, b, MASK: gl.constexpr, BIASED: gl.constexpr):
         lse = p.buffers.lse.index(b.stage).load(row_l)
     # both warpgroups have read ds of the block before
     barrier()
-    mbarrier.wait(p.buffers.do_full.index(b.stage), b.phase)
+    mbarrier.wait(p.buffers.do_full.index(b.do_stage), b.do_phase)
     # 2: dp^T = v do^T
     dp_token = mma_over_columns(b.v, b.do, zero, p.V.DV)
     s = warpgroup_mma_wait(PIECES, deps=[s_token])
@@ -187,13 +192,13 @@ def weights_and_dp(p, turn, b, MASK: gl.constexpr, BIASED: gl.constexpr):
     delta = lse
     if p.V.OVERLAP:
         if not p.V.TAU:
-            delta = p.buffers.delta.index(b.stage).load(row_l)
+            delta = p.buffers.delta.index(b.do_stage).load(row_l)
         pt = end_block(pt)
         dp, pt = warpgroup_mma_wait(0, deps=[dp_token, pt])
     else:
         dp = warpgroup_mma_wait(0, deps=[dp_token])
     if not (p.V.TAU or p.V.OVERLAP):
-        delta = p.buffers.delta.index(b.stage).load(row_l)
+        delta = p.buffers.delta.index(b.do_stage).load(row_l)
     if p.V.SOFTCAP:
         s = pt
         if BIASED:
@@ -210,13 +215,13 @@ def weights_and_ds(p, b, pt, dp, delta, limit, MASK: gl.constexpr, BIASED: gl.co
         # one half after the other: together with the sums of ds, all that belongs to them does not fit into registers
         pt_left, pt_right = halves(pt)
         dp_left, dp_right = halves(dp)
-        at_right, ds_right = elastic(p, pt_right, dp_right, b.stage, limit, p.V.BM // 2, MASK)
+        at_right, ds_right = elastic(p, pt_right, dp_right, b.do_stage, limit, p.V.BM // 2, MASK)
         ds_right = end_block(ds_right)
-        at_left, ds_left = elastic(p, pt_left, dp_left, b.stage, limit, 0, MASK)
+        at_left, ds_left = elastic(p, pt_left, dp_left, b.do_stage, limit, 0, MASK)
         at16 = whole(at_left, at_right, s_l)
         ds = whole(ds_left, ds_right, s_l)
     elif p.V.TAU:
-        at16, ds = elastic(p, pt, dp, b.stage, limit, 0, MASK)
+        at16, ds = elastic(p, pt, dp, b.do_stage, limit, 0, MASK)
     else:
         at16 = pt.to(p.q_desc.dtype)
         ds = gradient(pt, dp, delta, True)
@@ -242,7 +247,7 @@ def no_dq(p, COLUMNS: gl.constexpr):
 def grown(p, b, dk_token, dv_token):
     """dk and dv, when products 3 and 5 are the last in flight; do and q are released."""
     dv = warpgroup_mma_wait(1, deps=[dv_token])
-    bar_arrive(p.DO_EMPTY + b.stage, BOTH_GROUPS_AND_WARP)
+    bar_arrive(p.DO_EMPTY + b.do_stage, BOTH_GROUPS_AND_WARP)
     dk = warpgroup_mma_wait(0, deps=[dk_token])
     bar_arrive(Q_EMPTY + b.stage, BOTH_GROUPS_AND_WARP)
     return dk, dv
@@ -259,86 +264,56 @@ def waited(PENDING: gl.constexpr, first, beyond, BEYOND: gl.constexpr):
 
 
 @gluon.jit
-def start_dv(p, b, dv, dv_beyond):
-    """3: dv += p^T do of wide heads, in flight."""
-    V_BEYOND: gl.constexpr = columns_beyond(p.V.DV, p.buffers.v.shape[1])
+def wide_dq(p, b, N: gl.constexpr):
+    """4: dq += ds k of wide heads, piece N of its columns, in flight."""
+    PIECE: gl.constexpr = dq_pieces(p.V.D, p.V.BD)[N]
+    k = b.k.slice(PIECE[0], PIECE[1], 1) if p.V.BD == 256 else b.k
+    return warpgroup_mma(p.buffers.ds.permute((1, 0)), k, no_dq(p, PIECE[1]), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def leave_dq(p, dq, count, N: gl.constexpr):
+    """Piece N of dq into shared memory, for the reducer."""
+    APART: gl.constexpr = dq_apart(p.V.D, p.V.BD)
+    PIECES: gl.constexpr = len(dq_pieces(p.V.D, p.V.BD))
+    PLACE: gl.constexpr = N if APART else 0
+    # how often the memory was used before
+    uses = count if APART else count * PIECES + N
+    mbarrier.wait(p.buffers.dq_empty.index(PLACE), (uses & 1) ^ 1)
+    tile = p.buffers.last_dq if APART and N > 0 else p.buffers.dq
+    tile.store(dq)
+    fence_async_shared()
+    bar_arrive(dq_full(p.V.ST) + PLACE, BOTH_GROUPS_AND_WARP)
+
+
+@gluon.jit
+def wide_products(p, count, b, dk, dk_beyond, dv, dv_beyond, at16, ds16):
+    """Products 3 to 5 of wide heads: both operands in shared memory. do, of which there may be one stage, is released first."""
+    BEYOND: gl.constexpr = columns_beyond(p.V.D, p.V.BD)
+    V_BEYOND: gl.constexpr = columns_beyond(p.V.DV, p.V.BDV)
+    OF_K: gl.constexpr = 2 if BEYOND > 0 else 1
+    OF_Q: gl.constexpr = 0 if p.V.SPLIT else len(dq_pieces(p.V.D, p.V.BD))
+    p.buffers.p.store(at16)
+    p.buffers.ds.store(ds16)
+    fence_async_shared()
+    # 3: dv += p^T do
     dv = warpgroup_mma(p.buffers.p, first_columns(b.do, V_BEYOND), dv, is_async=True)
     if V_BEYOND > 0:
         dv_beyond = warpgroup_mma(p.buffers.p, b.do.slice(2 * V_BEYOND, V_BEYOND, 1), dv_beyond, is_async=True)
-    return dv, dv_beyond
-
-
-@gluon.jit
-def wide_block_dv_first(p, turn, b, sums, MASK: gl.constexpr, BIASED: gl.constexpr):
-    """Products of a block of wide heads: p leaves under product 2, so that ds is made under product 3."""
-    BM: gl.constexpr = p.V.BM
-    BN: gl.constexpr = p.V.BN
-    s_l: gl.constexpr = tile_layout(p.V.WIDE, BM)
-    row_l: gl.constexpr = gl.SliceLayout(0, s_l)
-    PIECES: gl.constexpr = len(pieces(p.V.DV, p.buffers.v.shape[1]))
-    OF_V: gl.constexpr = 2 if columns_beyond(p.V.DV, p.buffers.v.shape[1]) > 0 else 1
-    limits = b.i
-    if MASK == OUTSIDE:
-        limits = row_limits(p, turn, 0, b.member, gl.SliceLayout(1, s_l), BN)
-    zero = gl.zeros([BN, BM], gl.float32, s_l)
-    mbarrier.wait(p.buffers.q_full.index(b.stage), b.phase)
-    s_token = mma_over_columns(b.k, b.q, zero, p.V.D)
-    lse = p.buffers.lse.index(b.stage).load(row_l)
-    barrier()
-    mbarrier.wait(p.buffers.do_full.index(b.stage), b.phase)
-    dp_token = mma_over_columns(b.v, b.do, zero, p.V.DV)
-    s = warpgroup_mma_wait(PIECES, deps=[s_token])
-    if BIASED:
-        s = s + block_bias(p, turn, zero, b)
-    pt = block_weights(p, turn, s, lse, b, limits, MASK)
-    delta = p.buffers.delta.index(b.stage).load(row_l)
-    p.buffers.p.store(pt.to(p.q_desc.dtype))
-    fence_async_shared()
-    dv, dv_beyond = start_dv(p, b, sums.dv, sums.dv_beyond)
-    dp = warpgroup_mma_wait(OF_V, deps=[dp_token])
-    ds16 = gradient(pt, dp, delta, True).to(p.q_desc.dtype)
-    return wide_products(p, turn, b, sums.dk, sums.dk_beyond, dv, dv_beyond, ds16, ds16)
-
-
-@gluon.jit
-def wide_products(p, turn, b, dk, dk_beyond, dv, dv_beyond, at16, ds16):
-    """Products 3 to 5 of wide heads: both operands in shared memory, dq added from registers."""
-    BD: gl.constexpr = p.buffers.k.shape[1]
-    BEYOND: gl.constexpr = columns_beyond(p.V.D, BD)
-    V_BEYOND: gl.constexpr = columns_beyond(p.V.DV, p.buffers.v.shape[1])
-    FIRST: gl.constexpr = 2 * BEYOND if BEYOND > 0 else BD
-    OF_K: gl.constexpr = 2 if BEYOND > 0 else 1
-    OF_V: gl.constexpr = 2 if V_BEYOND > 0 else 1
-    if not p.V.DV_FIRST:
-        p.buffers.p.store(at16)
-    p.buffers.ds.store(ds16)
-    fence_async_shared()
-    dst = p.buffers.ds.permute((1, 0))
-    dq = no_dq(p, FIRST)
-    dq_beyond = dq
-    if not p.V.SPLIT:
-        # 4: dq += ds k
-        dq = warpgroup_mma(dst, first_columns(b.k, BEYOND), dq, use_acc=False, is_async=True)
-        if BEYOND > 0:
-            k = b.k.slice(FIRST, BEYOND, 1)
-            dq_beyond = warpgroup_mma(dst, k, no_dq(p, BEYOND), use_acc=False, is_async=True)
-    if not p.V.DV_FIRST:
-        dv, dv_beyond = start_dv(p, b, dv, dv_beyond)
+    if OF_Q > 0:
+        dq = wide_dq(p, b, 0)
+    if OF_Q > 1:
+        last_dq = wide_dq(p, b, 1)
     # 5: dk += ds^T q
     dk = warpgroup_mma(p.buffers.ds, first_columns(b.q, BEYOND), dk, is_async=True)
     if BEYOND > 0:
-        dk_beyond = warpgroup_mma(p.buffers.ds, b.q.slice(FIRST, BEYOND, 1), dk_beyond, is_async=True)
-    if not p.V.SPLIT:
-        # no room for a tile in shared memory; the additions run under the matmuls of dv and dk
-        head = read_field(p, turn, BATCH, p.V.WARPS) * p.heads + read_field(p, turn, KV_HEAD, p.V.WARPS) * p.group + b.member
-        row = (head * p.row_tiles + read_field(p, turn, FIRST_TILE, p.V.WARPS) + b.i) * p.V.BM
-        acc_ptr = p.acc_ptr + row.to(gl.int64) * (FIRST + BEYOND)
-        dq, dq_beyond = waited(OF_K if p.V.DV_FIRST else OF_K + OF_V, dq, dq_beyond, BEYOND)
-        add_fragments(acc_ptr, dq)
-        if BEYOND > 0:
-            add_fragments(acc_ptr + p.V.BM * FIRST, dq_beyond)
-    dv, dv_beyond = waited(OF_K, dv, dv_beyond, V_BEYOND)
-    bar_arrive(p.DO_EMPTY + b.stage, BOTH_GROUPS_AND_WARP)
+        dk_beyond = warpgroup_mma(p.buffers.ds, b.q.slice(2 * BEYOND, BEYOND, 1), dk_beyond, is_async=True)
+    dv, dv_beyond = waited(OF_Q + OF_K, dv, dv_beyond, V_BEYOND)
+    bar_arrive(p.DO_EMPTY + b.do_stage, BOTH_GROUPS_AND_WARP)
+    if OF_Q > 0:
+        leave_dq(p, warpgroup_mma_wait(OF_Q - 1 + OF_K, deps=[dq]), count, 0)
+    if OF_Q > 1:
+        leave_dq(p, warpgroup_mma_wait(OF_K, deps=[last_dq]), count, 1)
     dk, dk_beyond = waited(0, dk, dk_beyond, BEYOND)
     bar_arrive(Q_EMPTY + b.stage, BOTH_GROUPS_AND_WARP)
     return dk, dv, dk_beyond, dv_beyond
@@ -365,7 +340,7 @@ def products(p, turn, count, b, dk, dv, at16, ds16):
     # 4: dq += ds k
     dq_token = warpgroup_mma(p.buffers.ds.permute((1, 0)), b.k, no_dq(p, p.buffers.k.shape[1]), use_acc=False, is_async=True)
     dv = warpgroup_mma_wait(1, deps=[dv_token])
-    bar_arrive(p.DO_EMPTY + b.stage, BOTH_GROUPS_AND_WARP)
+    bar_arrive(p.DO_EMPTY + b.do_stage, BOTH_GROUPS_AND_WARP)
     # 5: dk += ds^T q
     dk_token = warpgroup_mma(operand(ds16, dk), b.q, dk, is_async=True)
     dq = warpgroup_mma_wait(1, deps=[dq_token])
@@ -382,9 +357,6 @@ def products(p, turn, count, b, dk, dv, at16, ds16):
 def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.constexpr):
     """One row block: its dq goes out, dk and dv grow."""
     b = block_of(p, sums.count, member, i)
-    if p.V.DV_FIRST:
-        dk, dv, dk_beyond, dv_beyond = wide_block_dv_first(p, turn, b, sums, MASK, BIASED)
-        return Sums(dk=dk, dv=dv, dk_beyond=dk_beyond, dv_beyond=dv_beyond, count=sums.count + 1, flushes=sums.flushes)
     s, pt, dp, delta = weights_and_dp(p, turn, b, MASK, BIASED)
     at16, ds = weights_and_ds(p, b, pt, dp, delta, limit, MASK, BIASED)
     if p.V.DBIAS and BIASED:
@@ -395,7 +367,7 @@ def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.co
     dk_beyond = sums.dk_beyond
     dv_beyond = sums.dv_beyond
     if p.V.WIDE:
-        dk, dv, dk_beyond, dv_beyond = wide_products(p, turn, b, sums.dk, dk_beyond, sums.dv, dv_beyond, at16, ds16)
+        dk, dv, dk_beyond, dv_beyond = wide_products(p, sums.count, b, sums.dk, dk_beyond, sums.dv, dv_beyond, at16, ds16)
     elif p.V.SPLIT:
         dk, dv = products_without_dq(p, b, sums.dk, sums.dv, at16, ds16)
     else:
