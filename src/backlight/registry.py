@@ -11,7 +11,7 @@ from torch import Tensor
 from backlight.call import Call
 from backlight.errors import Unsupported
 
-ORDER = ("hopper", "triton", "tiled")
+ORDER = ("hopper", "triton", "aten", "tiled")
 # features whose names are not words for a sentence
 NAMED = {
     "packed": "packed sequences",
