@@ -125,10 +125,9 @@ def examine(variant: Variant) -> None:
             # what ptxas adds where the end of a group of matmuls is apart from the last of them
             assert "HGMMA.64x8x16" not in report.sass, f"{report}: an empty matmul"
         if report.kernel == "_bwd_kernel":
-            # dq leaves through shared memory, that of wide heads by boxes of 64 columns
-            boxes = 0 if split else 1 if variant.d <= 128 else -(-variant.d // 64)
-            assert sum(n for name, n in report.opcodes.items() if name.startswith("UTMAREDG")) == boxes, str(report)
-            assert not report.has("REDG"), str(report)
+            # dq tiles through shared memory; from the registers of wide heads, 16 bytes at a time
+            assert report.has("UTMAREDG") == (not split and variant.width <= 128), str(report)
+            assert report.has("REDG") == (not split and variant.width > 128), str(report)
         if report.kernel == "_fwd_kernel" and variant.width <= 128:
             # one thread's share of 64 x 128 scores over 128 threads; of 64 x 64 where masked rows are short (the packed ones)
             share = 32 if variant.packed and variant.width == 128 else 64

@@ -241,7 +241,7 @@ def test_a_broken_forward_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("boxes.index(j))\n    tma.store_wait(0)\n", "boxes.index(j))\n"),
+        ("0], dq_tile)\n    tma.store_wait(0)\n", "0], dq_tile)\n"),
         ("p.buffers.dk)\n        tma.store_wait(0)\n", "p.buffers.dk)\n"),
         ("bar_arrive(dq_full(p.V.ST), BOTH_GROUPS_AND_WARP)", "pass"),
         ("bar_arrive(OUT_FULL, BOTH_GROUPS_AND_WARP)", "pass"),

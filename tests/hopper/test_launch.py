@@ -277,10 +277,3 @@ def test_room_for_dv(d: int, dbias: bool) -> None:
     assert config.room_for_dv(tiles, d, d, dbias) == (d == 64 or not dbias)
     assert not config.room_for_dv(config.BackwardConfig(64, 128, stages=3), 128, 128, dbias)
     assert not config.room_for_dv(config.BackwardConfig(64, 64, wide=True), 256, 256, dbias)
-
-
-def test_two_stages_of_do_where_they_leave_room_for_dq() -> None:
-    wide = config.BackwardConfig(64, 64, wide=True)
-    widths = {(256, 256): 1, (192, 256): 1, (192, 128): 2, (64, 256): 2, (128, 256): 2}
-    assert {shape: config.do_stages(wide, *shape) for shape in widths} == widths
-    assert config.do_stages(config.BackwardConfig(64, 128), 128, 128) == 2

@@ -65,11 +65,6 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def dq_width(d: int) -> int:
-    """Columns of the accumulator of dq: padded, but for 192 in two pieces (`primitives.dq_pieces`)."""
-    return 192 if 128 < d <= 192 else padded(d)
-
-
 def rows_of(call: Call) -> int:
     """Rows of a sequence, the mean of packed ones."""
     return call.q.shape[2] // sequences_of(call)
@@ -215,7 +210,6 @@ class BackwardConfig:
     narrow:     a partition for each warpgroup, 128 x 128 tiles (`backward/narrow/`).
     persistent: one CTA per multiprocessor draws key tiles; otherwise one CTA per tile.
     together:   key heads whose tiles interleave (0: by the mask).
-    do_stages:  stages of the ring of do (0: as many as that of q, or where those do not fit one).
     """
 
     block_m: int
@@ -227,7 +221,6 @@ class BackwardConfig:
     narrow: bool = False
     persistent: bool = True
     together: int = 0
-    do_stages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,16 +260,6 @@ def room_for_dv(config: BackwardConfig, bd: int, bdv: int, dbias: bool) -> bool:
     diagonals = 256 * (rows + 8) if dbias else 0
     used = 2 * keys * (bd + bdv) + config.stages * stage + 2 * rows * keys + 4 * rows * bd + diagonals
     return used + 2 * keys * bdv + BARRIERS <= SHARED_MEMORY
-
-
-def do_stages(config: BackwardConfig, d: int, bdv: int) -> int:
-    """Stages of the ring of do: one where two of wide heads leave no room for the pieces of dq."""
-    if config.do_stages or not config.wide:
-        return config.do_stages or config.stages
-    rows, keys, bd = config.block_m, config.block_n, padded(d)
-    pieces = 192 if dq_width(d) == 192 else min(128, bd)
-    used = 2 * (keys + config.stages * rows) * (bd + bdv) + 4 * rows * keys + 4 * rows * pieces
-    return config.stages if used + 2 * BARRIERS <= SHARED_MEMORY else 1
 
 
 def keys_together(call: Call, config: BackwardConfig, few: bool = False) -> int:

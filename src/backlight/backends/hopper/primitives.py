@@ -218,21 +218,6 @@ def columns_beyond(D, BD):
     return 64 if BD == 256 and D <= 192 else 0
 
 
-@gluon.constexpr_function
-def dq_pieces(D, BD):
-    """(start, width) of the columns of dq that leave one after the other: a tile of 128 is all that there is room for."""
-    if BD < 256:
-        return ((0, BD),)
-    return ((0, 128), (128, 64 if D <= 192 else 128))
-
-
-@gluon.constexpr_function
-def dq_apart(D, BD):
-    """Whether the last piece of dq has memory and barriers of its own; one as large as the first takes turns with it."""
-    found = dq_pieces(D, BD)
-    return found[0][1] != found[-1][1]
-
-
 @gluon.jit
 def first_columns(tile, BEYOND: gl.constexpr):
     """The columns of a tile in shared memory that go with the first accumulator."""

@@ -71,9 +71,8 @@ class Variant(NamedTuple):
     BDV: int
     BM: int
     BN: int
-    # stages of the rings of q, and of do
+    # stages of the rings of q and do
     ST: int
-    DO_ST: int
     # warps of a partition that multiplies
     WARPS: int
     HAS_LEFT: bool
@@ -117,6 +116,7 @@ class Backward(Sizes):
     lse_desc: tma.tensor_descriptor
     delta_desc: tma.tensor_descriptor
     acc_desc: Maybe
+    acc_ptr: Maybe
     share_desc: Maybe
     diagonals_desc: Maybe
     terms: Maybe

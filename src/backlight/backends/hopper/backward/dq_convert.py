@@ -1,7 +1,7 @@
 """dq from the accumulator: what the main kernels add up, tile by tile, and the kernel that converts it.
 
-Tiles are added in the order of a main kernel's register fragments, by TMA from shared memory laid out that way; those of wide
-heads in pieces (`dq_pieces`). `_dq_convert_kernel` reads them through the same layout, scales and converts.
+Tiles are added in the order of a main kernel's register fragments: by TMA from shared memory laid out that way, or from
+registers by `add_fragments`. `_dq_convert_kernel` reads them through the same layout, scales and converts.
 """
 
 # device code: compiled by Triton from its own types, never run by Python
@@ -16,9 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from backlight.backends.hopper.arguments import Packing
 from backlight.backends.hopper.backward.prepass import Rows
 from backlight.backends.hopper.compat import smem_reinterpret, tma_load
-from backlight.backends.hopper.config import dq_width
 from backlight.backends.hopper.launch import Launch
-from backlight.backends.hopper.primitives import barriers, dq_pieces, locate, store_tile
+from backlight.backends.hopper.primitives import barriers, locate, store_tile
 
 
 @gluon.constexpr_function
@@ -60,39 +59,39 @@ def dq_half_layout(BD):
 
 
 @gluon.jit
-def load_sums(acc_desc, line, bar, dst):
-    """A tile of the accumulator from a line of its descriptor on, which may be the first of several boxes."""
-    BM: gl.constexpr = acc_desc.block_type.shape[0]
-    BD: gl.constexpr = acc_desc.block_type.shape[1]
-    BOXES: gl.constexpr = dst.shape[1] // BD
-    boxes = smem_reinterpret(dst, gl.float32, [BOXES, BM, BD], acc_desc.layout)
-    for i in gl.static_range(BOXES):
-        tma_load(acc_desc, [line + i * BM, 0], bar, boxes.index(i))
+def add_fragments(acc_ptr, row, dq):
+    """Add a dq tile [64, BD], fragments in registers, to the accumulator rows from `row`: the order of `dq_tile_layout`."""
+    BD: gl.constexpr = dq.shape[1]
+    HALF: gl.constexpr = BD // 2
+    layout: gl.constexpr = dq.type.layout
+    line = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
+    column = gl.expand_dims(gl.arange(0, BD, gl.SliceLayout(0, layout)), 0)
+    # what the thread has in common first: the rest is an immediate
+    thread = column % 8 // 2 * 4 + line % 8 * 16 + line // 16 * (16 * HALF) + column // HALF * (64 * HALF)
+    fixed = column % 2 + line // 8 % 2 * 2 + column % HALF // 8 * 128
+    add_quads(((acc_ptr + row.to(gl.int64) * BD) + thread) + fixed, dq)
 
 
 @gluon.jit
-def convert_tile(sums, scale, out, dtype: gl.constexpr):
-    """A tile of the accumulator as 16 bits."""
-    BM: gl.constexpr = sums.shape[0]
-    BD: gl.constexpr = sums.shape[1]
-    fragments = smem_reinterpret(sums, gl.float32, [BM, BD], dq_tile_layout(BM, BD)).load(dq_fragments(BM, BD))
-    out.store((fragments * scale).to(dtype))
+def add_quads(pointers, values):
+    """Add to global memory: four values that lie next to each other in a thread's registers and in memory, 16 bytes at once."""
+    gl.inline_asm_elementwise(
+        "{ red.global.add.v4.f32 [$4], {$8, $9, $10, $11}; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }",
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f",
+        [pointers.to(gl.int64), values],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=4,
+    )
 
 
 @gluon.jit(do_not_specialize=["n_segments", "heads", "sq", "tiles"])
-def _dq_convert_kernel(
-    acc_desc, dq_desc, packing, n_segments, heads, sq, tiles, scale, D: gl.constexpr, VARLEN: gl.constexpr
-):  # fmt: skip
+def _dq_convert_kernel(acc_desc, dq_desc, packing, n_segments, heads, sq, tiles, scale, VARLEN: gl.constexpr):
     BM: gl.constexpr = acc_desc.block_type.shape[0]
-    RANK: gl.constexpr = len(dq_desc.block_type.shape)
-    BD: gl.constexpr = dq_desc.block_type.shape[RANK - 1]
-    PIECES: gl.constexpr = dq_pieces(D, BD)
-    FIRST: gl.constexpr = PIECES[0][1]
-    BEYOND: gl.constexpr = PIECES[1][1] if len(PIECES) > 1 else 0
-    LINES: gl.constexpr = BM * (FIRST + BEYOND) // acc_desc.block_type.shape[1]
+    BD: gl.constexpr = acc_desc.block_type.shape[1]
     tile = gl.program_id(0)
     head = gl.program_id(1)
-    line = (head * tiles + tile) * LINES
+    row = (head * tiles + tile) * BM
     start = tile * 0
     if VARLEN:
         z, first = locate(tile, packing.cu_row_tiles_ptr, n_segments)
@@ -102,19 +101,15 @@ def _dq_convert_kernel(
         start = gl.load(packing.cu_q_ptr + z)
         sq = gl.load(packing.cu_q_ptr + z + 1) - start
     dtype: gl.constexpr = dq_desc.dtype
-    first_s = gl.allocate_shared_memory(gl.float32, [BM, FIRST], acc_desc.layout)
+    acc_s = gl.allocate_shared_memory(gl.float32, [BM, BD], acc_desc.layout)
     out_s = gl.allocate_shared_memory(dtype, [BM, BD], gl.NVMMASharedLayout.get_default_for([BM, BD], dtype))
     full = barriers(1, 1)
     fence_async_shared()
-    mbarrier.expect(full.index(0), BM * (FIRST + BEYOND) * 4)
-    load_sums(acc_desc, line, full.index(0), first_s)
-    if BEYOND > 0:
-        beyond_s = gl.allocate_shared_memory(gl.float32, [BM, BEYOND], acc_desc.layout)
-        load_sums(acc_desc, line + FIRST // acc_desc.block_type.shape[1] * BM, full.index(0), beyond_s)
+    mbarrier.expect(full.index(0), BM * BD * 4)
+    tma_load(acc_desc, [row, 0], full.index(0), acc_s)
     mbarrier.wait(full.index(0), 0)
-    convert_tile(first_s, scale, out_s.slice(0, FIRST, 1) if BEYOND > 0 else out_s, dtype)
-    if BEYOND > 0:
-        convert_tile(beyond_s, scale, out_s.slice(FIRST, BEYOND, 1), dtype)
+    fragments = smem_reinterpret(acc_s, gl.float32, [BM, BD], dq_tile_layout(BM, BD)).load(dq_fragments(BM, BD))
+    out_s.store((fragments * scale).to(dtype))
     fence_async_shared()
     store_tile(dq_desc, head // heads, head % heads, start, sq, tile * BM, out_s, VARLEN)
     tma.store_wait(0)
@@ -127,7 +122,7 @@ def convert_dq(launch: Launch, rows: Rows, dq: Tensor) -> None:
 
     def describe() -> dict[str, Any]:
         args = [
-            rows.tiles_of_dq(dq_width(launch.d), block),
+            rows.tiles_of_dq(launch.bd, block),
             launch.rows(dq, block, launch.bd),
             packing,
             rows.n_segments,
@@ -136,7 +131,7 @@ def convert_dq(launch: Launch, rows: Rows, dq: Tensor) -> None:
             rows.tiles,
             launch.call.scale,
         ]
-        constants = {"D": launch.d, "VARLEN": launch.call.varlen}
+        constants = {"VARLEN": launch.call.varlen}
         return {"grid": (rows.tiles, launch.batch * launch.heads), "args": args, "constants": constants, "num_warps": 8}
 
     launch.start(_dq_convert_kernel, (acc, dq, *packing), describe)

@@ -27,7 +27,7 @@ from backlight.backends.hopper.backward.key_tiles import (
 from backlight.backends.hopper.backward.row_block import Sums, row_block, tile_layout
 from backlight.backends.hopper.backward.visits import published_count, published_visit
 from backlight.backends.hopper.barriers import BOTH_GROUPS_AND_WARP, KV_EMPTY, OUT_FULL, kv_threads
-from backlight.backends.hopper.primitives import bar_arrive, columns_beyond, first_columns
+from backlight.backends.hopper.primitives import bar_arrive
 from backlight.backends.hopper.terms import threshold
 
 
@@ -82,29 +82,11 @@ def row_loops(p, turn, sums, member):
 
 
 @gluon.jit
-def no_sums(p, D: gl.constexpr, BD: gl.constexpr):
-    """Accumulators of D columns: of the first, and of those beyond."""
-    BN: gl.constexpr = p.V.BN
-    BEYOND: gl.constexpr = columns_beyond(D, BD)
-    FIRST: gl.constexpr = 2 * BEYOND if BEYOND > 0 else BD
-    beyond = p.sq
-    if BEYOND > 0:
-        beyond = gl.zeros([BN, BEYOND], gl.float32, tile_layout(p.V.WIDE, BEYOND))
-    return gl.zeros([BN, FIRST], gl.float32, tile_layout(p.V.WIDE, FIRST)), beyond
-
-
-@gluon.jit
-def leave(p, tile, first, beyond, factor, BEYOND: gl.constexpr):
-    """Sums of a tile in the memory that they leave through."""
-    first_columns(tile, BEYOND).store((first * factor).to(p.q_desc.dtype))
-    if BEYOND > 0:
-        tile.slice(2 * BEYOND, BEYOND, 1).store((beyond * factor).to(p.q_desc.dtype))
-
-
-@gluon.jit
 def gradients(p):
+    BN: gl.constexpr = p.V.BN
     BD: gl.constexpr = p.buffers.k.shape[1]
     BDV: gl.constexpr = p.buffers.v.shape[1]
+    dtype: gl.constexpr = p.q_desc.dtype
     count = p.sq * 0
     flushes = count
     turn = count
@@ -112,9 +94,9 @@ def gradients(p):
     # every CTA has a tile: a loop that might not be entered keeps registers for what follows it
     number = turn
     while number >= 0:
-        dk, dk_beyond = no_sums(p, p.V.D, BD)
-        dv, dv_beyond = no_sums(p, p.V.DV, BDV)
-        sums = Sums(dk=dk, dv=dv, dk_beyond=dk_beyond, dv_beyond=dv_beyond, count=count, flushes=flushes)
+        dk = gl.zeros([BN, BD], gl.float32, tile_layout(p.V.WIDE, BD))
+        dv = gl.zeros([BN, BDV], gl.float32, tile_layout(p.V.WIDE, BDV))
+        sums = Sums(dk=dk, dv=dv, count=count, flushes=flushes)
         mbarrier.wait(p.buffers.kv_full.index(0), turn & 1)
         for member in range(p.group):
             sums = row_loops(p, turn, sums, member)
@@ -123,8 +105,8 @@ def gradients(p):
         if p.V.EARLY:
             bar_arrive(KV_EMPTY, kv_threads(p.V.EARLY))
             mbarrier.wait(p.buffers.dq_empty.index(0), ((count + turn) & 1) ^ 1)
-        leave(p, p.buffers.dv, sums.dv, sums.dv_beyond, 1.0, columns_beyond(p.V.DV, BDV))
-        leave(p, p.buffers.dk, sums.dk, sums.dk_beyond, p.units.scale, columns_beyond(p.V.D, BD))
+        p.buffers.dv.store(sums.dv.to(dtype))
+        p.buffers.dk.store((sums.dk * p.units.scale).to(dtype))
         fence_async_shared()
         bar_arrive(OUT_FULL, BOTH_GROUPS_AND_WARP)
         turn += 1

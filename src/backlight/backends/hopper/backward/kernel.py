@@ -13,7 +13,7 @@ dq leaves in the order of its register fragments (16-byte stores without bank co
 TMA; `dq_convert.py` puts the permuted tiles back. dk and dv stay in registers over all query heads of the group: only the order
 of the dq additions is free. A CTA may work on several key tiles (`key_tiles.py`). SPLIT leaves dq to a kernel of its own
 (`dq_rows.py`): bitwise repeatable. With heads wider than 128 (WIDE) the two warpgroups share 64 keys and split columns: p^T and
-ds^T both go through shared memory, and dq leaves in two pieces.
+ds^T both go through shared memory, and dq leaves from the registers.
 
 Learned terms change the arithmetic between the matmuls only; what a call does not have is not compiled in. Row blocks that meet
 the bias table have loops of their own, and leave their ds for dbias (`dbias.py`). Parity contract: tests/hopper.
@@ -32,7 +32,7 @@ from backlight.backends.hopper.backward.loader import loader
 from backlight.backends.hopper.backward.reducer import reducer
 from backlight.backends.hopper.barriers import Q_EMPTY, do_empty
 from backlight.backends.hopper.compat import Maybe, arguments, smem_reinterpret
-from backlight.backends.hopper.primitives import barriers, dq_apart, dq_pieces, tiles_of
+from backlight.backends.hopper.primitives import barriers, tiles_of
 
 
 @arguments
@@ -51,7 +51,6 @@ class Buffers:
     p: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
-    last_dq: gl.shared_memory_descriptor
     dk: gl.shared_memory_descriptor
     dv: gl.shared_memory_descriptor
     share: Maybe
@@ -86,33 +85,26 @@ def memory_of(q_desc, lse_desc, V: gl.constexpr):
     k = gl.allocate_shared_memory(dtype, [V.BN, V.BD], k_l)
     v = gl.allocate_shared_memory(dtype, [V.BN, V.BDV], v_l)
     q = tiles_of(dtype, V.ST, V.BM, V.BD)
-    do = tiles_of(dtype, V.DO_ST, V.BM, V.BDV)
+    do = tiles_of(dtype, V.ST, V.BM, V.BDV)
     lse = gl.allocate_shared_memory(gl.float32, [V.ST, V.BM], vector_l)
-    delta = gl.allocate_shared_memory(gl.float32, [V.DO_ST, V.BM], vector_l)
+    delta = gl.allocate_shared_memory(gl.float32, [V.ST, V.BM], vector_l)
     p = lse
     ds = lse
     dq = lse
-    last_dq = lse
     if V.WIDE:
         p = gl.allocate_shared_memory(dtype, [V.BN, V.BM], t_l)
     if V.WIDE or not V.SPLIT:
         ds = gl.allocate_shared_memory(dtype, [V.BN, V.BM], t_l)
     share = None
     if V.TAU:
-        share = gl.allocate_shared_memory(gl.float32, [V.DO_ST, V.BM], vector_l)
+        share = gl.allocate_shared_memory(gl.float32, [V.ST, V.BM], vector_l)
     diagonals = None
     edge = None
     diagonals_empty = None
     if V.DBIAS:
         diagonals, edge, diagonals_empty = diagonals_memory(V)
     if V.DQ_TILES:
-        PIECES: gl.constexpr = dq_pieces(V.D, V.BD)
-        COLUMNS: gl.constexpr = PIECES[0][1]
-        dq = gl.allocate_shared_memory(gl.float32, [V.BM, COLUMNS], dq_tile_layout(V.BM, COLUMNS))
-        last_dq = dq
-        if dq_apart(V.D, V.BD):
-            LAST: gl.constexpr = PIECES[1][1]
-            last_dq = gl.allocate_shared_memory(gl.float32, [V.BM, LAST], dq_tile_layout(V.BM, LAST))
+        dq = gl.allocate_shared_memory(gl.float32, [V.BM, V.BD], dq_tile_layout(V.BM, V.BD))
     dk = k
     dv = v
     if V.EARLY:
@@ -123,10 +115,10 @@ def memory_of(q_desc, lse_desc, V: gl.constexpr):
     tile, tile_full, tile_empty = published_memory(1)
     kv_full = barriers(1, 1)
     q_full = barriers(V.ST, 1)
-    do_full = barriers(V.DO_ST, 1)
-    dq_empty = barriers(2, 1)
+    do_full = barriers(V.ST, 1)
+    dq_empty = barriers(1, 1)
     return Buffers(
-        k, v, q, do, lse, delta, p, ds, dq, last_dq, dk, dv, share, diagonals, edge,
+        k, v, q, do, lse, delta, p, ds, dq, dk, dv, share, diagonals, edge,
         tile, tile_full, tile_empty, kv_full, q_full, do_full, dq_empty, diagonals_empty,
     )  # fmt: skip
 
@@ -134,14 +126,14 @@ def memory_of(q_desc, lse_desc, V: gl.constexpr):
 @gluon.jit(do_not_specialize=[*NUMBERS, "n_bias", "origin"])
 def _bwd_kernel(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, lse_desc, delta_desc,
-    acc_desc, share_desc, diagonals_desc, terms, packing, counter_ptr,
+    acc_desc, acc_ptr, share_desc, diagonals_desc, terms, packing, counter_ptr,
     dynamic, counter, n_segments, n_tiles, key_tiles, row_tiles, together, heads, group, sq, sk, left, right,
     units, n_bias, origin, mask, mask_batch, mask_head, most, few, together_if_few, V: gl.constexpr,
 ):  # fmt: skip
     buffers = memory_of(q_desc, lse_desc, V)
     p = Backward(
         heads, group, sq, sk, left, right, q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, lse_desc, delta_desc,
-        acc_desc, share_desc, diagonals_desc, terms, packing, counter_ptr,
+        acc_desc, acc_ptr, share_desc, diagonals_desc, terms, packing, counter_ptr,
         dynamic, counter, n_segments, n_tiles, key_tiles, row_tiles, together,
         units, n_bias, origin, mask, mask_batch, mask_head, most, few, together_if_few, V, buffers, Q_EMPTY, do_empty(V.ST),
     )  # fmt: skip

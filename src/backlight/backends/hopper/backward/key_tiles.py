@@ -324,9 +324,8 @@ def store_keys(p, t, desc, offset, src):
 def load_rows(p, t, member, i, count):
     """Row block i of a query head into the next stage of the rings: q with lse, do with delta (and tau / n)."""
     stage = stage_of(count, p.V.ST)
-    do_stage = stage_of(count, p.V.DO_ST)
     q_full = p.buffers.q_full.index(stage)
-    do_full = p.buffers.do_full.index(do_stage)
+    do_full = p.buffers.do_full.index(stage)
     h = t.kv_head * p.group + member
     row = tile_row(p, t, member, i)
     if count >= p.V.ST:
@@ -334,23 +333,20 @@ def load_rows(p, t, member, i, count):
     mbarrier.expect(q_full, p.q_desc.block_type.nbytes + p.V.BM * 4)
     load_tile(p.q_desc, t.b, h, t.q_start, t.sq, i * p.V.BM, q_full, p.buffers.q.index(stage), p.V.VARLEN)
     tma_load(p.lse_desc, [row], q_full, p.buffers.lse.index(stage))
-    if count >= p.V.DO_ST:
-        bar_sync(p.DO_EMPTY + do_stage, BOTH_GROUPS_AND_WARP)
+    if count >= p.V.ST:
+        bar_sync(p.DO_EMPTY + stage, BOTH_GROUPS_AND_WARP)
     mbarrier.expect(do_full, p.do_desc.block_type.nbytes + (p.V.BM * 8 if p.V.TAU else p.V.BM * 4))
-    load_tile(p.do_desc, t.b, h, t.q_start, t.sq, i * p.V.BM, do_full, p.buffers.do.index(do_stage), p.V.VARLEN)
-    tma_load(p.delta_desc, [row], do_full, p.buffers.delta.index(do_stage))
+    load_tile(p.do_desc, t.b, h, t.q_start, t.sq, i * p.V.BM, do_full, p.buffers.do.index(stage), p.V.VARLEN)
+    tma_load(p.delta_desc, [row], do_full, p.buffers.delta.index(stage))
     if p.V.TAU:
-        tma_load(p.share_desc, [row], do_full, p.buffers.share.index(do_stage))
+        tma_load(p.share_desc, [row], do_full, p.buffers.share.index(stage))
 
 
 @gluon.jit
 def meet_arrivals(p, count):
     """Every arrival at a named barrier is met, those of the last round included."""
     ST: gl.constexpr = p.V.ST
-    DO_ST: gl.constexpr = p.V.DO_ST
     for i in gl.static_range(ST):
         if count >= ST - i:
             bar_sync(p.Q_EMPTY + stage_of(count + i, p.V.ST), BOTH_GROUPS_AND_WARP)
-    for i in gl.static_range(DO_ST):
-        if count >= DO_ST - i:
-            bar_sync(p.DO_EMPTY + stage_of(count + i, p.V.DO_ST), BOTH_GROUPS_AND_WARP)
+            bar_sync(p.DO_EMPTY + stage_of(count + i, p.V.ST), BOTH_GROUPS_AND_WARP)

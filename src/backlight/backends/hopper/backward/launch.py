@@ -11,7 +11,7 @@ from backlight.backends.hopper.backward.kernel import _bwd_kernel
 from backlight.backends.hopper.backward.narrow.kernel import ROWS, STAGES, _bwd_narrow_kernel
 from backlight.backends.hopper.backward.prepass import Rows
 from backlight.backends.hopper.compat import LATE_ADDRESSES, OWN_REGISTERS
-from backlight.backends.hopper.config import FEW, do_stages, dq_width, intervals_of, keys_together, room_for_dv
+from backlight.backends.hopper.config import FEW, intervals_of, keys_together, room_for_dv
 from backlight.backends.hopper.launch import Launch, multiprocessors
 from backlight.backends.hopper.primitives import WM
 from backlight.backends.intervals.tiles import LiveTiles, Tiling, live_tiles
@@ -72,12 +72,11 @@ def main_variant(launch: Launch, rows: Rows, diagonals: Diagonals | None, split:
         BM=config.block_m,
         BN=config.block_n,
         ST=config.stages,
-        DO_ST=config.stages if split else do_stages(config, launch.d, launch.bdv),
         WARPS=8,
         **launch.flags,
         SPLIT=split,
         WIDE=config.wide,
-        DQ_TILES=not split,
+        DQ_TILES=not (split or config.wide),
         OVERLAP=config.overlap,
         EARLY=not split and room_for_dv(config, launch.bd, launch.bdv, diagonals is not None),
         BIAS=call.bias is not None,
@@ -96,14 +95,15 @@ def main_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, diagonals: Di
     cu_q, cu_k, cu_tiles, n_segments = launch.packing(call.cu_seqlens_k, config.block_n)
     packing = Packing(cu_q, cu_k, cu_tiles, rows.first_tiles)
     terms = Terms(launch.table, launch.tau)
-    acc = None if split else rows.accumulator
+    acc = None if config.wide and split else rows.accumulator
     visiting = visiting_rows(launch, rows, packing, config.block_m, config.block_n)
 
     def describe() -> dict[str, Any]:
         programs, integers = numbers(launch, rows, n_segments, config.block_n)
         args = [
             *tiles(launch, rows, dk, dv, config.block_m, config.block_n),
-            None if split else rows.tiles_of_dq(dq_width(launch.d), config.block_m),
+            None if config.wide else rows.tiles_of_dq(launch.bd, config.block_m),
+            acc if config.wide else None,
             None if share is None else rows.vector(share),
             None if diagonals is None else diagonals.boxes,
             terms,
@@ -142,7 +142,7 @@ def narrow_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor) -> None:
             *mask_arguments(launch, rows, visiting),
         ]
         variant = Variant(
-            **launch.widths, BM=ROWS, BN=block_n, ST=STAGES, DO_ST=STAGES, WARPS=4, **launch.flags, INTERVALS=intervals_of(call)
+            **launch.widths, BM=ROWS, BN=block_n, ST=STAGES, WARPS=4, **launch.flags, INTERVALS=intervals_of(call)
         )
         options = {"num_warps": 4, "maxnreg": 168, **LATE_ADDRESSES, **OWN_REGISTERS}
         return {"grid": (programs,), "args": args, "constants": {"V": variant}, **options}

@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backlight.backends.hopper.arguments import Packing
 from backlight.backends.hopper.backward.arguments import RowState
-from backlight.backends.hopper.config import BackwardConfig, dq_width
+from backlight.backends.hopper.config import BackwardConfig
 from backlight.backends.hopper.launch import Launch, descriptor, matrix_fields, readable, tma_reads, vector_fields
 from backlight.spec import LOG2E
 
@@ -59,9 +59,8 @@ class Variant(NamedTuple):
     """What is compiled in."""
 
     DV: int
+    BD: int
     BDV: int
-    # columns of the accumulator of dq
-    DQ: int
     BM: int
     HAS_DLSE: bool
     COPY_DO: bool
@@ -141,14 +140,10 @@ def weight_of(sink, lse, seen, log2e):
 
 @triton.jit
 def clear_rows(acc_ptr, first, lanes, V: tl.constexpr):
+    BD: tl.constexpr = V.BD
     BM: tl.constexpr = V.BM
-    DQ: tl.constexpr = V.DQ
-    # tiles of Triton are powers of two wide
-    COLUMNS: tl.constexpr = 64 if DQ == 192 else DQ
-    zero = tl.zeros([BM, COLUMNS], tl.float32)
-    place = acc_ptr + first * DQ + lanes[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    for i in tl.static_range(DQ // COLUMNS):
-        tl.store(place + i * (BM * COLUMNS), zero)
+    zero = tl.zeros([BM, BD], tl.float32)
+    tl.store(acc_ptr + first * BD + lanes[:, None] * BD + tl.arange(0, BD)[None, :], zero)
 
 
 @triton.jit
@@ -254,10 +249,8 @@ class Rows:
         return self.lse2 if self.acc is None else self.acc
 
     def tiles_of_dq(self, width: int, block: int) -> TensorDescriptor:
-        """Tiles [block, width] of the accumulator; of wide heads boxes of 64 columns (`primitives.dq_pieces`)."""
         rows = 1 if self.acc is None else self.lse2.numel() - 64
-        each = 1 if width <= 128 else width // 64
-        return descriptor(self.accumulator, matrix_fields(each * rows, width // each, block))
+        return descriptor(self.accumulator, matrix_fields(rows, width, block))
 
 
 def eighths(tensor: Tensor | None) -> tuple[int | None, ...]:
@@ -329,7 +322,7 @@ def blank_rows(launch: Launch, config: BackwardConfig, do: Tensor, clear_dq: boo
     new = partial(torch.empty, dtype=torch.float32, device=do.device)
     # 64 more: the kernel that owns rows takes them 128 at a time
     lse2, delta = new(length + 64), new(length + 64)
-    share, acc = new(length + 64) if call.tau is not None else None, new(length * dq_width(launch.d)) if clear_dq else None
+    share, acc = new(length + 64) if call.tau is not None else None, new(length * launch.bd) if clear_dq else None
     return Rows(config, do, lse2, delta, share, acc, tiles, *launch.packing(call.cu_seqlens_q, config.block_m))
 
 
@@ -337,8 +330,8 @@ def variant_of(launch: Launch, rows: Rows, has_dlse: bool, copies: bool, dgate: 
     call, has_tau = launch.call, launch.call.tau is not None
     return Variant(
         DV=launch.dv,
+        BD=launch.bd,
         BDV=launch.bdv,
-        DQ=dq_width(launch.d),
         BM=rows.config.block_m,
         HAS_DLSE=has_dlse,
         COPY_DO=copies,

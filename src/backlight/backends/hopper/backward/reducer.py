@@ -16,7 +16,7 @@ from backlight.backends.hopper.barriers import (
     kv_threads,
 )
 from backlight.backends.hopper.compat import smem_reinterpret, tma_reduce_add
-from backlight.backends.hopper.primitives import bar_arrive, bar_sync, dq_apart, dq_pieces
+from backlight.backends.hopper.primitives import bar_arrive, bar_sync
 
 
 @gluon.jit
@@ -26,35 +26,19 @@ def in_band(p, t, i):
 
 
 @gluon.jit
-def add_piece(p, line, N: gl.constexpr):
-    """Piece N of a tile of dq to the accumulator, from a line of its descriptor on: one box or more."""
-    PIECES: gl.constexpr = dq_pieces(p.V.D, p.V.BD)
-    APART: gl.constexpr = dq_apart(p.V.D, p.V.BD)
-    PLACE: gl.constexpr = N if APART else 0
-    LINES: gl.constexpr = p.acc_desc.block_type.shape[0]
-    WIDTH: gl.constexpr = p.acc_desc.block_type.shape[1]
-    BOXES: gl.constexpr = PIECES[N][1] // WIDTH
-    memory = p.buffers.last_dq if APART and N > 0 else p.buffers.dq
-    boxes = smem_reinterpret(memory, gl.float32, [BOXES, LINES, WIDTH], p.acc_desc.layout)
-    bar_sync(dq_full(p.V.ST) + PLACE, BOTH_GROUPS_AND_WARP)
-    for j in gl.static_range(BOXES):
-        tma_reduce_add(p.acc_desc, [line + (PIECES[N][0] // WIDTH + j) * LINES, 0], boxes.index(j))
+def add_dq(p, t, member, i, dq_tile):
+    bar_sync(dq_full(p.V.ST), BOTH_GROUPS_AND_WARP)
+    tma_reduce_add(p.acc_desc, [tile_row(p, t, member, i), 0], dq_tile)
     tma.store_wait(0)
-    mbarrier.arrive(p.buffers.dq_empty.index(PLACE), count=1)
-
-
-@gluon.jit
-def add_dq(p, t, member, i):
-    PIECES: gl.constexpr = dq_pieces(p.V.D, p.V.BD)
-    COLUMNS: gl.constexpr = PIECES[len(PIECES) - 1][0] + PIECES[len(PIECES) - 1][1]
-    line = tile_row(p, t, member, i) * (COLUMNS // p.acc_desc.block_type.shape[1])
-    for n in gl.static_range(len(PIECES)):
-        add_piece(p, line, n)
+    mbarrier.arrive(p.buffers.dq_empty.index(0), count=1)
 
 
 @gluon.jit
 def reducer(p):
     """Moves what `gradients` leaves in shared memory: adds dq tiles and diagonals of ds to global memory, stores dk and dv."""
+    dq_tile = p.buffers.dq
+    if p.V.DQ_TILES:
+        dq_tile = smem_reinterpret(p.buffers.dq, gl.float32, p.acc_desc.block_type.shape, p.acc_desc.layout)
     turn = p.sq * 0
     number = published(p, turn, 1)
     while number >= 0:
@@ -63,7 +47,7 @@ def reducer(p):
             for member in range(p.group):
                 visits = visits_of(p, t, member)
                 for j in range(visits.cut + visits.full):
-                    add_dq(p, t, member, visited(p, visits, j))
+                    add_dq(p, t, member, visited(p, visits, j), dq_tile)
         elif p.V.DBIAS or p.V.DQ_TILES:
             for member in range(p.group):
                 for i in range(t.begin, t.end):
@@ -74,7 +58,7 @@ def reducer(p):
                             tma.store_wait(0)
                             mbarrier.arrive(p.buffers.diagonals_empty.index(0), count=1)
                     if p.V.DQ_TILES:
-                        add_dq(p, t, member, i)
+                        add_dq(p, t, member, i, dq_tile)
         bar_sync(OUT_FULL, BOTH_GROUPS_AND_WARP)
         store_keys(p, t, p.dv_desc, 0, p.buffers.dv)
         store_keys(p, t, p.dk_desc, 0, p.buffers.dk)

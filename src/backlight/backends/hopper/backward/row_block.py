@@ -11,8 +11,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from backlight.backends.hopper.backward.dbias import leave_diagonals
-from backlight.backends.hopper.backward.dq_convert import dq_fragments
+from backlight.backends.hopper.backward.dq_convert import add_fragments, dq_fragments
 from backlight.backends.hopper.backward.key_tiles import (
+    BATCH,
+    FIRST_TILE,
     J0,
     KV_HEAD,
     OUTSIDE,
@@ -28,11 +30,7 @@ from backlight.backends.hopper.barriers import BOTH_GROUPS_AND_WARP, Q_EMPTY, dq
 from backlight.backends.hopper.compat import arguments, barrier, warpgroup_mma_wait
 from backlight.backends.hopper.primitives import (
     bar_arrive,
-    columns_beyond,
-    dq_apart,
-    dq_pieces,
     end_block,
-    first_columns,
     mma_over_columns,
     phase_of,
     pieces,
@@ -45,15 +43,10 @@ from backlight.backends.hopper.terms import TABLE_PAD, bias_tile, cap_slope, cap
 
 @arguments
 class Sums:
-    """What goes from block to block; blocks and flushes of diagonals are counted over all tiles.
-
-    dk_beyond, dv_beyond: their last columns (`columns_beyond`), any number where there are none.
-    """
+    """What goes from block to block; blocks and flushes of diagonals are counted over all tiles."""
 
     dk: gl.tensor
     dv: gl.tensor
-    dk_beyond: gl.tensor
-    dv_beyond: gl.tensor
     count: gl.tensor
     flushes: gl.tensor
 
@@ -66,8 +59,6 @@ class Block:
     member: gl.tensor
     stage: gl.tensor
     phase: gl.tensor
-    do_stage: gl.tensor
-    do_phase: gl.tensor
     q: gl.shared_memory_descriptor
     do: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
@@ -135,16 +126,13 @@ def elastic(p, pt, dp, stage, limit, FIRST: gl.constexpr, MASK: gl.constexpr):
 def block_of(p, count, member, i):
     """Row block i of a query head, where the rings have it."""
     stage = stage_of(count, p.V.ST)
-    do_stage = stage_of(count, p.V.DO_ST)
     return Block(
         i=i,
         member=member,
         stage=stage,
         phase=phase_of(count, p.V.ST),
-        do_stage=do_stage,
-        do_phase=phase_of(count, p.V.DO_ST),
         q=p.buffers.q.index(stage),
-        do=p.buffers.do.index(do_stage),
+        do=p.buffers.do.index(stage),
         k=rematerialised(p.buffers.k, count),
         v=rematerialised(p.buffers.v, count),
     )
@@ -176,7 +164,7 @@ def weights_and_dp(p, turn, b, MASK: gl.constexpr, BIASED: gl.constexpr):
         lse = p.buffers.lse.index(b.stage).load(row_l)
     # both warpgroups have read ds of the block before
     barrier()
-    mbarrier.wait(p.buffers.do_full.index(b.do_stage), b.do_phase)
+    mbarrier.wait(p.buffers.do_full.index(b.stage), b.phase)
     # 2: dp^T = v do^T
     dp_token = mma_over_columns(b.v, b.do, zero, p.V.DV)
     s = warpgroup_mma_wait(PIECES, deps=[s_token])
@@ -192,13 +180,13 @@ def weights_and_dp(p, turn, b, MASK: gl.constexpr, BIASED: gl.constexpr):
     delta = lse
     if p.V.OVERLAP:
         if not p.V.TAU:
-            delta = p.buffers.delta.index(b.do_stage).load(row_l)
+            delta = p.buffers.delta.index(b.stage).load(row_l)
         pt = end_block(pt)
         dp, pt = warpgroup_mma_wait(0, deps=[dp_token, pt])
     else:
         dp = warpgroup_mma_wait(0, deps=[dp_token])
     if not (p.V.TAU or p.V.OVERLAP):
-        delta = p.buffers.delta.index(b.do_stage).load(row_l)
+        delta = p.buffers.delta.index(b.stage).load(row_l)
     if p.V.SOFTCAP:
         s = pt
         if BIASED:
@@ -215,13 +203,13 @@ def weights_and_ds(p, b, pt, dp, delta, limit, MASK: gl.constexpr, BIASED: gl.co
         # one half after the other: together with the sums of ds, all that belongs to them does not fit into registers
         pt_left, pt_right = halves(pt)
         dp_left, dp_right = halves(dp)
-        at_right, ds_right = elastic(p, pt_right, dp_right, b.do_stage, limit, p.V.BM // 2, MASK)
+        at_right, ds_right = elastic(p, pt_right, dp_right, b.stage, limit, p.V.BM // 2, MASK)
         ds_right = end_block(ds_right)
-        at_left, ds_left = elastic(p, pt_left, dp_left, b.do_stage, limit, 0, MASK)
+        at_left, ds_left = elastic(p, pt_left, dp_left, b.stage, limit, 0, MASK)
         at16 = whole(at_left, at_right, s_l)
         ds = whole(ds_left, ds_right, s_l)
     elif p.V.TAU:
-        at16, ds = elastic(p, pt, dp, b.do_stage, limit, 0, MASK)
+        at16, ds = elastic(p, pt, dp, b.stage, limit, 0, MASK)
     else:
         at16 = pt.to(p.q_desc.dtype)
         ds = gradient(pt, dp, delta, True)
@@ -237,86 +225,43 @@ def operand(tile16, dk):
 
 
 @gluon.jit
-def no_dq(p, COLUMNS: gl.constexpr):
+def no_dq(p):
     """A tile of dq that product 4 overwrites."""
     BM: gl.constexpr = p.V.BM
-    return gl.zeros([BM, COLUMNS], gl.float32, dq_fragments(BM, COLUMNS))
+    BD: gl.constexpr = p.buffers.k.shape[1]
+    return gl.zeros([BM, BD], gl.float32, dq_fragments(BM, BD))
 
 
 @gluon.jit
 def grown(p, b, dk_token, dv_token):
     """dk and dv, when products 3 and 5 are the last in flight; do and q are released."""
     dv = warpgroup_mma_wait(1, deps=[dv_token])
-    bar_arrive(p.DO_EMPTY + b.do_stage, BOTH_GROUPS_AND_WARP)
+    bar_arrive(p.DO_EMPTY + b.stage, BOTH_GROUPS_AND_WARP)
     dk = warpgroup_mma_wait(0, deps=[dk_token])
     bar_arrive(Q_EMPTY + b.stage, BOTH_GROUPS_AND_WARP)
     return dk, dv
 
 
 @gluon.jit
-def waited(PENDING: gl.constexpr, first, beyond, BEYOND: gl.constexpr):
-    """Both accumulators of a product, of which there may be one, when PENDING products are left in flight."""
-    if BEYOND > 0:
-        first, beyond = warpgroup_mma_wait(PENDING, deps=[first, beyond])
-    else:
-        first = warpgroup_mma_wait(PENDING, deps=[first])
-    return first, beyond
-
-
-@gluon.jit
-def wide_dq(p, b, N: gl.constexpr):
-    """4: dq += ds k of wide heads, piece N of its columns, in flight."""
-    PIECE: gl.constexpr = dq_pieces(p.V.D, p.V.BD)[N]
-    k = b.k.slice(PIECE[0], PIECE[1], 1) if p.V.BD == 256 else b.k
-    return warpgroup_mma(p.buffers.ds.permute((1, 0)), k, no_dq(p, PIECE[1]), use_acc=False, is_async=True)
-
-
-@gluon.jit
-def leave_dq(p, dq, count, N: gl.constexpr):
-    """Piece N of dq into shared memory, for the reducer."""
-    APART: gl.constexpr = dq_apart(p.V.D, p.V.BD)
-    PIECES: gl.constexpr = len(dq_pieces(p.V.D, p.V.BD))
-    PLACE: gl.constexpr = N if APART else 0
-    # how often the memory was used before
-    uses = count if APART else count * PIECES + N
-    mbarrier.wait(p.buffers.dq_empty.index(PLACE), (uses & 1) ^ 1)
-    tile = p.buffers.last_dq if APART and N > 0 else p.buffers.dq
-    tile.store(dq)
-    fence_async_shared()
-    bar_arrive(dq_full(p.V.ST) + PLACE, BOTH_GROUPS_AND_WARP)
-
-
-@gluon.jit
-def wide_products(p, count, b, dk, dk_beyond, dv, dv_beyond, at16, ds16):
-    """Products 3 to 5 of wide heads: both operands in shared memory. do, of which there may be one stage, is released first."""
-    BEYOND: gl.constexpr = columns_beyond(p.V.D, p.V.BD)
-    V_BEYOND: gl.constexpr = columns_beyond(p.V.DV, p.V.BDV)
-    OF_K: gl.constexpr = 2 if BEYOND > 0 else 1
-    OF_Q: gl.constexpr = 0 if p.V.SPLIT else len(dq_pieces(p.V.D, p.V.BD))
+def wide_products(p, turn, b, dk, dv, at16, ds16):
+    """Products 3 to 5 of wide heads: both operands in shared memory, dq added from registers."""
     p.buffers.p.store(at16)
     p.buffers.ds.store(ds16)
     fence_async_shared()
+    dq_token = no_dq(p)
+    if not p.V.SPLIT:
+        # 4: dq += ds k
+        dq_token = warpgroup_mma(p.buffers.ds.permute((1, 0)), b.k, dq_token, use_acc=False, is_async=True)
     # 3: dv += p^T do
-    dv = warpgroup_mma(p.buffers.p, first_columns(b.do, V_BEYOND), dv, is_async=True)
-    if V_BEYOND > 0:
-        dv_beyond = warpgroup_mma(p.buffers.p, b.do.slice(2 * V_BEYOND, V_BEYOND, 1), dv_beyond, is_async=True)
-    if OF_Q > 0:
-        dq = wide_dq(p, b, 0)
-    if OF_Q > 1:
-        last_dq = wide_dq(p, b, 1)
+    dv_token = warpgroup_mma(p.buffers.p, b.do, dv, is_async=True)
     # 5: dk += ds^T q
-    dk = warpgroup_mma(p.buffers.ds, first_columns(b.q, BEYOND), dk, is_async=True)
-    if BEYOND > 0:
-        dk_beyond = warpgroup_mma(p.buffers.ds, b.q.slice(2 * BEYOND, BEYOND, 1), dk_beyond, is_async=True)
-    dv, dv_beyond = waited(OF_Q + OF_K, dv, dv_beyond, V_BEYOND)
-    bar_arrive(p.DO_EMPTY + b.do_stage, BOTH_GROUPS_AND_WARP)
-    if OF_Q > 0:
-        leave_dq(p, warpgroup_mma_wait(OF_Q - 1 + OF_K, deps=[dq]), count, 0)
-    if OF_Q > 1:
-        leave_dq(p, warpgroup_mma_wait(OF_K, deps=[last_dq]), count, 1)
-    dk, dk_beyond = waited(0, dk, dk_beyond, BEYOND)
-    bar_arrive(Q_EMPTY + b.stage, BOTH_GROUPS_AND_WARP)
-    return dk, dv, dk_beyond, dv_beyond
+    dk_token = warpgroup_mma(p.buffers.ds, b.q, dk, is_async=True)
+    if not p.V.SPLIT:
+        # no room for a tile in shared memory; the additions run under the matmuls of dv and dk
+        head = read_field(p, turn, BATCH, p.V.WARPS) * p.heads + read_field(p, turn, KV_HEAD, p.V.WARPS) * p.group + b.member
+        row = (head * p.row_tiles + read_field(p, turn, FIRST_TILE, p.V.WARPS) + b.i) * p.V.BM
+        add_fragments(p.acc_ptr, row, warpgroup_mma_wait(2, deps=[dq_token]))
+    return grown(p, b, dk_token, dv_token)
 
 
 @gluon.jit
@@ -338,9 +283,9 @@ def products(p, turn, count, b, dk, dv, at16, ds16):
     dv_token = warpgroup_mma(at16, b.do, dv, is_async=True)
     fence_async_shared()
     # 4: dq += ds k
-    dq_token = warpgroup_mma(p.buffers.ds.permute((1, 0)), b.k, no_dq(p, p.buffers.k.shape[1]), use_acc=False, is_async=True)
+    dq_token = warpgroup_mma(p.buffers.ds.permute((1, 0)), b.k, no_dq(p), use_acc=False, is_async=True)
     dv = warpgroup_mma_wait(1, deps=[dv_token])
-    bar_arrive(p.DO_EMPTY + b.do_stage, BOTH_GROUPS_AND_WARP)
+    bar_arrive(p.DO_EMPTY + b.stage, BOTH_GROUPS_AND_WARP)
     # 5: dk += ds^T q
     dk_token = warpgroup_mma(operand(ds16, dk), b.q, dk, is_async=True)
     dq = warpgroup_mma_wait(1, deps=[dq_token])
@@ -364,10 +309,8 @@ def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.co
     if p.V.SOFTCAP:
         ds = ds * cap_slope(s)
     ds16 = ds.to(p.q_desc.dtype)
-    dk_beyond = sums.dk_beyond
-    dv_beyond = sums.dv_beyond
     if p.V.WIDE:
-        dk, dv, dk_beyond, dv_beyond = wide_products(p, sums.count, b, sums.dk, dk_beyond, sums.dv, dv_beyond, at16, ds16)
+        dk, dv = wide_products(p, turn, b, sums.dk, sums.dv, at16, ds16)
     elif p.V.SPLIT:
         dk, dv = products_without_dq(p, b, sums.dk, sums.dv, at16, ds16)
     else:
@@ -375,4 +318,4 @@ def row_block(p, turn, sums, member, limit, i, MASK: gl.constexpr, BIASED: gl.co
     flushes = sums.flushes
     if p.V.DBIAS and BIASED:
         flushes += 1
-    return Sums(dk=dk, dv=dv, dk_beyond=dk_beyond, dv_beyond=dv_beyond, count=sums.count + 1, flushes=flushes)
+    return Sums(dk=dk, dv=dv, count=sums.count + 1, flushes=flushes)
