@@ -205,6 +205,18 @@ def test_wide_heads_in_fp32_compile_quickly_and_fit() -> None:
 
 
 @pytest.mark.usefixtures("nvidia")
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [{"causal": True}, {"causal": True, "softcap": 20.0, "sink": True, "gate": True}], ids=str)
+def test_the_widest_heads_fit(spec: dict[str, object]) -> None:
+    """Tiles of 512 columns: what programs hold at a time is as much as a Hopper card has for them."""
+    for launched in launches_of(call_of(d=512, dtype=torch.bfloat16, **spec)):
+        done = launched.compile(SM90)
+        assert done.metadata.shared <= 227 * 1024, launched.kernel.fn.__name__
+        if launched.kernel.fn.__name__ in ("_fwd_kernel", "_dq_kernel", "_dkdv_kernel"):
+            assert "wgmma.mma_async" in done.asm["ptx"], launched.kernel.fn.__name__
+
+
+@pytest.mark.usefixtures("nvidia")
 def test_a_softcap_within_bounds_rescales_nothing() -> None:
     """exp2 of its logits fits into fp32 and bf16, and so do their sums; not with a bias or a sink, nor into fp16."""
     for spec, dtype, rescaled in (

@@ -24,6 +24,8 @@ from backlight.config import resolve
 WIDEST_TILES = 256
 # bytes of shared memory that the largest and the middle tiles of the heuristic need (docs/kernels.md lists what they take)
 LARGE, MIDDLE = 160 * KIB, 96 * KIB
+# what tiles of heads wider than 256 need beyond that
+LARGEST = 200 * KIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,14 @@ def why_no_second(call: Call) -> tuple[str, ...]:
     if call.q.dtype != torch.float32 or width_of(call) <= 128 or shared >= LARGE:
         return ()
     return (f"has no second derivative in fp32 of heads wider than 128 with {shared // KIB} KiB of shared memory",)
+
+
+def why_no_room(call: Call) -> tuple[str, ...]:
+    """Reasons a card has no room for heads wider than 256 in fp32."""
+    shared = device_of(call.q.device).shared
+    if shared >= LARGE:
+        return ()
+    return (f"fp32 with heads wider than 256 needs {LARGE // KIB} KiB of shared memory, and the card has {shared // KIB}",)
 
 
 def kernels_of(call: Call) -> tuple[str, ...]:
@@ -191,6 +201,8 @@ def heuristic(kernel: str, call: Call, device: Device) -> KernelConfig:
         return _second(kernel, width, call, device.shared)
     if call.q.dtype == torch.float32:
         return _unrolled(kernel, width, device.arch)
+    if width > 256:
+        return _widest(kernel, device.shared)
     if call.pair_bias is not None and device.shared >= LARGE and kernel != "dbias":
         return _paired(kernel, width, call.q.shape[2] <= 64)
     return _wide(kernel, device.shared) if width > 128 else _usual(kernel, width, call, device.shared)
@@ -198,6 +210,8 @@ def heuristic(kernel: str, call: Call, device: Device) -> KernelConfig:
 
 def _unrolled(kernel: str, width: int, arch: str) -> KernelConfig:
     """fp32."""
+    if width > 256:
+        return KernelConfig(16, 16, 8, 1)
     if width <= 64:
         return KernelConfig(32, 32, 4, 2)
     if width <= 128:
@@ -239,6 +253,17 @@ def _wide(kernel: str, shared: int) -> KernelConfig:
     if kernel in ("elastic", "entmax", "live"):
         return KernelConfig(64, 64 if shared >= LARGE else 32, 8, 2, tma=True)
     return KernelConfig(32, 32 if shared < MIDDLE and kernel in ("dq", "dbias") else 64, 8, 1)
+
+
+def _widest(kernel: str, shared: int) -> KernelConfig:
+    """16 bits, heads wider than 256: a tile of 64 x 512 takes 64 KiB, its accumulator 128 registers of each of 256 threads."""
+    if shared < LARGE:
+        return KernelConfig(16, 16, 4, 1)
+    if kernel == "forward":
+        return KernelConfig(64, 32, 8, 2 if shared >= LARGEST else 1)
+    if kernel in ("dbias", "dpair") or shared < LARGEST:
+        return KernelConfig(32, 32, 8, 1)
+    return KernelConfig(64, 32, 8, 1) if kernel == "dq" else KernelConfig(32, 64, 8, 1)
 
 
 def _usual(kernel: str, width: int, call: Call, shared: int) -> KernelConfig:

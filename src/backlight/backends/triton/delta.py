@@ -123,8 +123,9 @@ def _delta_kernel(given, made, pitch16, packing, geometry, sq, sk, n_segments, V
 
 def block_of(call: Call) -> int:
     """Rows of one program. Four tensors of wide rows at a time would not fit into its registers."""
-    crowded = padded(call.v.shape[-1]) > 128 and (call.gate is not None or call.spec.keeps_u)
-    return BLOCK // 2 if crowded else BLOCK
+    width = padded(call.v.shape[-1])
+    crowded = width > 128 and (call.gate is not None or call.spec.keeps_u)
+    return BLOCK if not crowded else BLOCK // 2 if width <= 256 else BLOCK // 4
 
 
 def prepare_rows(

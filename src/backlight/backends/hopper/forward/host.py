@@ -70,6 +70,7 @@ def variant_of(launch: Launch, schedule: Schedule, save_u: bool) -> Variant:
     full_first = intervals > 0 and keep_first_max and call.spec.softcap is None
     return Variant(
         D=launch.d,
+        DV=launch.dv,
         BD=launch.bd,
         BDV=launch.bdv,
         BN=config.block_n,

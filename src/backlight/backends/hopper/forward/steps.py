@@ -91,12 +91,28 @@ def load_gate(p, W: gl.constexpr, turn):
 
 
 @gluon.jit
-def write_o(p, o, turn, W: gl.constexpr):
-    """O, gated, into the buffer that it leaves through."""
+def wait_gate(p, turn, W: gl.constexpr):
+    """Until the gate's tile has arrived, where there is one."""
     if p.V.GATE:
         mbarrier.wait(p.buffers.gate_full.index(W), turn & 1)
+
+
+@gluon.jit
+def write_o(p, o, turn, W: gl.constexpr):
+    """O, gated, into the buffer that it leaves through."""
+    wait_gate(p, turn, W)
+    if p.V.GATE:
         o = o * sigmoid(p.buffers.o.index(W).load(o.type.layout).to(gl.float32))
     p.buffers.o.index(W).store(o.to(p.q_desc.dtype))
+
+
+@gluon.jit
+def write_columns(p, o, FIRST: gl.constexpr, W: gl.constexpr):
+    """Columns of O from FIRST on, gated, into the buffer that it leaves through."""
+    tile = p.buffers.o.index(W).slice(FIRST, o.shape[1], 1)
+    if p.V.GATE:
+        o = o * sigmoid(tile.load(o.type.layout).to(gl.float32))
+    tile.store(o.to(p.q_desc.dtype))
 
 
 @gluon.jit
