@@ -30,6 +30,8 @@ class Backend(Protocol):
     The function takes `all_tensors(call)` and those tensors, of any call of that layout in which as many of q, k and v are
     different tensors; it returns None when it cannot run just now.
 
+    Optional: `by_name_only`, features with which it runs a call that asks for it by name, and is not chosen by itself.
+
     Optional: `derivatives`, the features with which it has a `tangent` and a `second` (`differentiating`), by those two names;
     beside it `why_not_differentiated(what, call)`, reasons against one of them.
     """
@@ -74,8 +76,14 @@ def get(name: str) -> Backend:
 
 
 def refusals(call: Call) -> dict[str, tuple[str, ...]]:
-    """Every backend in order with its reasons against this call; empty reasons = it can run."""
-    return {name: why_not(get(name), call) for name in ORDER}
+    """Every backend in order with its reasons against choosing it for this call; empty reasons = it can run."""
+    return {name: why_not(get(name), call) or _why_by_name_only(get(name), call) for name in ORDER}
+
+
+def _why_by_name_only(backend: Backend, call: Call) -> tuple[str, ...]:
+    """Reasons against choosing a backend for a call that names none."""
+    asked = sorted(getattr(backend, "by_name_only", frozenset()) & {*call.features})
+    return tuple(f"takes {NAMED.get(feature, feature)} when it is asked for by name" for feature in asked)
 
 
 def why_not(backend: Backend, call: Call) -> tuple[str, ...]:
@@ -92,6 +100,8 @@ def choose(call: Call, name: str | None) -> Backend:
     refused = {}
     for candidate in map(get, ORDER if name is None else (name,)):
         reasons = why_not(candidate, call)
+        if not reasons and name is None:
+            reasons = _why_by_name_only(candidate, call)
         if not reasons:
             return candidate
         refused[candidate.name] = reasons

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from backlight.backends.hopper.backward.alive import look
 from backlight.backends.hopper.backward.dbias import Diagonals
 from backlight.backends.hopper.backward.dbias_ordered import ordered_dbias
 from backlight.backends.hopper.backward.dq_convert import convert_dq
@@ -27,7 +28,8 @@ def backward(
         return {name: _without_pairs(call, name, lse, dlse) for name in needs}
     config = launch.once("backward", lambda: backward_config(call))
     split = config.split or call.deterministic or "dq" not in needs
-    rows = prepass(launch, config, y, lse, u, dy, dlse, not split, out, needs)
+    alive = look(launch, lse) if call.entmax is not None else None
+    rows = prepass(launch, config, y, lse, u, dy, dlse, not split, out, needs, alive)
     # diagonals are added in the order in which CTAs come, and need the fragments of 128 keys
     fused = "dbias" in needs and not (call.deterministic or config.wide)
     diagonals = Diagonals.of(launch) if fused else None

@@ -12,7 +12,7 @@ Of the learned terms, gate (do and dgate, eq. 18), sink (dsink, eq. 23) and most
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,8 +23,9 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backlight.backends.hopper.arguments import Packing
+from backlight.backends.hopper.backward.alive import Alive
 from backlight.backends.hopper.backward.arguments import RowState
-from backlight.backends.hopper.config import BackwardConfig
+from backlight.backends.hopper.config import BackwardConfig, exponent_of, rate_of
 from backlight.backends.hopper.launch import Launch, descriptor, matrix_fields, readable, tma_reads, vector_fields
 from backlight.spec import LOG2E
 
@@ -45,7 +46,7 @@ def share_of(tau, n, sees, SINK: tl.constexpr):
 
 
 class RowTerms(NamedTuple):
-    """Sink and tau, sums of their gradients, tau / n, and u of the forward."""
+    """Sink and tau, sums of their gradients, tau / n, u of the forward, and W of entmax."""
 
     sink_ptr: Any
     dsink_ptr: Any
@@ -53,6 +54,7 @@ class RowTerms(NamedTuple):
     dtau_ptr: Any
     share_ptr: Any
     u_ptr: Any
+    slopes_ptr: Any = None
 
 
 class Variant(NamedTuple):
@@ -72,8 +74,10 @@ class Variant(NamedTuple):
     TAU: bool
     HAS_LEFT: bool
     HAS_RIGHT: bool
-    # a mask by row intervals
+    # lists of row blocks to visit
     INTERVALS: bool
+    # entmax: its exponent e where that is compiled in, -1 where not, 0 without
+    ENTMAX: int = 0
 
 
 @triton.jit
@@ -139,6 +143,25 @@ def weight_of(sink, lse, seen, log2e):
 
 
 @triton.jit
+def slope_of(u, rate, V: tl.constexpr):
+    """u ** (e - 1) of entmax; u is not negative."""
+    if V.ENTMAX == 2:
+        found = u
+    elif V.ENTMAX == 4:
+        found = u * u * u
+    else:
+        found = tl.where(u > 0, tl.exp2((1.0 / rate - 1.0) * tl.log2(tl.where(u > 0, u, 1.0))), 0.0)
+    return found
+
+
+@triton.jit
+def sink_slope(sink, lse, rate, V: tl.constexpr):
+    """w of a sink (eq. 87): one of +inf is all there is."""
+    u = tl.minimum(tl.maximum((sink - lse) * rate + 1.0, 0.0), 1.0)
+    return slope_of(tl.where(lse == sink, 1.0, u), rate, V)
+
+
+@triton.jit
 def clear_rows(acc_ptr, first, lanes, V: tl.constexpr):
     BD: tl.constexpr = V.BD
     BM: tl.constexpr = V.BM
@@ -160,7 +183,7 @@ def _prepass_kernel(
     y_stride_b, y_stride_h, y_stride_s, dy_stride_b, dy_stride_h, dy_stride_s, dy_stride_d,
     dlse_stride_b, dlse_stride_h, dlse_stride_s, log2e,
     gate_ptr, gate_stride_b, gate_stride_h, gate_stride_s, dgate_ptr, dgate_stride_b, dgate_stride_h, dgate_stride_s,
-    terms, u_stride_b, u_stride_h, u_stride_s, cu_k_ptr, sk, left, right, V: tl.constexpr,
+    terms, u_stride_b, u_stride_h, u_stride_s, cu_k_ptr, sk, left, right, rate, V: tl.constexpr,
 ):  # fmt: skip
     BM: tl.constexpr = V.BM
     tile = tl.program_id(0)
@@ -189,9 +212,16 @@ def _prepass_kernel(
         dy = dy.to(tl.float32) * weight
     lse = tl.load(lse_ptr + head.to(tl.int64) * sq + row, mask=inside, other=float("-inf"))
     seen = lse != float("-inf")
+    if V.ENTMAX != 0:
+        # eq. 87: the mean by slopes
+        u = tl.load(rows_at(terms.u_ptr, (u_stride_b, u_stride_h, u_stride_s), b, h, row, columns), mask=mask, other=0.0)
+        delta = tl.sum(dy.to(tl.float32) * u.to(tl.float32), 1)
     if V.HAS_DLSE:
         dlse_ptr += b * dlse_stride_b + h * dlse_stride_h
-        delta -= tl.load(dlse_ptr + row * dlse_stride_s, mask=inside & seen, other=0.0).to(tl.float32)
+        dlse = tl.load(dlse_ptr + row * dlse_stride_s, mask=inside & seen, other=0.0).to(tl.float32)
+        if V.ENTMAX != 0:
+            dlse /= tl.load(terms.slopes_ptr + head.to(tl.int64) * sq + row, mask=inside, other=1.0)
+        delta -= dlse
     padded = (head.to(tl.int64) * tiles + tile) * BM
     if V.TAU:
         n = visible_count(block * BM + lanes + n_keys - n_rows, n_keys, left, right, V)
@@ -202,9 +232,16 @@ def _prepass_kernel(
         tl.store(terms.share_ptr + padded + lanes, share_of(tau, n, inside, V.SINK))
         tl.store(terms.dtau_ptr + head * tiles + tile, tl.sum(mean, 0))
     if V.SINK:
-        p_sink = weight_of(tl.load(terms.sink_ptr + h).to(tl.float32), lse, seen, log2e)
+        sink = tl.load(terms.sink_ptr + h).to(tl.float32)
+        if V.ENTMAX != 0:
+            p_sink = sink_slope(sink, lse, rate, V)
+        else:
+            p_sink = weight_of(sink, lse, seen, log2e)
         tl.store(terms.dsink_ptr + head * tiles + tile, tl.sum(tl.where(seen, -p_sink * delta, 0.0), 0))
-    tl.store(lse2_ptr + padded + lanes, tl.where(seen, lse * log2e, float("inf")))
+    base = lse * log2e
+    if V.ENTMAX != 0:
+        base = lse * rate - 1.0
+    tl.store(lse2_ptr + padded + lanes, tl.where(seen, base, float("inf")))
     tl.store(delta_ptr + padded + lanes, delta)
     if (tile == tiles - 1) & (head == tl.num_programs(1) - 1):
         clear_counters(delta_ptr + padded + BM, V)
@@ -230,6 +267,7 @@ class Rows:
     cu_k: Any
     first_tiles: Any
     n_segments: int
+    living: Alive | None = None
 
     def vector(self, values: Tensor) -> TensorDescriptor:
         return descriptor(values, vector_fields(values.numel(), self.config.block_m))
@@ -269,13 +307,14 @@ def prepass(
     clear_dq: bool,
     out: dict[str, Tensor],
     needs: frozenset[str],
+    living: Alive | None = None,
 ) -> Rows:
     """Fills dgate, dsink and dtau of `out` where they are needed."""
     call = launch.call
     has_gate, has_sink, has_tau = call.gate is not None, call.sink is not None, call.tau is not None
     copy = launch.once("copy do", lambda: dy.dtype != y.dtype or not tma_reads(dy))
     do = torch.empty(dy.shape, dtype=y.dtype, device=dy.device) if copy or has_gate else dy
-    rows = blank_rows(launch, config, do, clear_dq)
+    rows = replace(blank_rows(launch, config, do, clear_dq), living=living)
     gate = readable(call.gate) if call.gate is not None else None
     dgate = torch.empty_like(gate) if gate is not None and "dgate" in needs else None
     u = readable(u) if u is not None else None
@@ -284,7 +323,8 @@ def prepass(
     last = lse if dlse is None else dlse
 
     packing = Packing(rows.cu_q, None, None, rows.first_tiles)
-    terms = RowTerms(launch.sink, dsink, launch.tau, dtau, rows.share, u)
+    slopes = None if living is None else living.slopes
+    terms = RowTerms(launch.sink, dsink, launch.tau, dtau, rows.share, u, slopes)
     cu_k = rows.cu_k if has_tau else None
 
     def describe() -> dict[str, Any]:
@@ -299,9 +339,10 @@ def prepass(
             *(dgate, *eighths(dgate)),
             *(terms, *eighths(u)),
             *((cu_k, launch.sk, call.spec.left or 0, call.spec.right or 0) if has_tau else (None,) * 4),
+            None if call.entmax is None else rate_of(call),
         ]
         variant = variant_of(launch, rows, has_dlse=dlse is not None, copies=copy, dgate=dgate is not None)
-        grid, warps = (rows.tiles, launch.batch * launch.heads), 8 if has_gate or has_tau else 4
+        grid, warps = (rows.tiles, launch.batch * launch.heads), 8 if has_gate or u is not None else 4
         return {"grid": grid, "args": args, "constants": {"V": variant}, "num_warps": warps}
 
     tensors = (y, dy, lse, last, do, rows.lse2, rows.delta, rows.accumulator, *packing, gate, dgate, *terms, cu_k)
@@ -343,5 +384,6 @@ def variant_of(launch: Launch, rows: Rows, has_dlse: bool, copies: bool, dgate: 
         TAU=has_tau,
         HAS_LEFT=has_tau and call.spec.left is not None,
         HAS_RIGHT=has_tau and call.spec.right is not None,
-        INTERVALS=call.rows is not None,
+        INTERVALS=call.rows is not None or call.entmax is not None,
+        ENTMAX=exponent_of(call),
     )

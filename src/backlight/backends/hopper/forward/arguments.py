@@ -42,6 +42,18 @@ class Terms(NamedTuple):
     cap_log2: Any
 
 
+class Entmax(NamedTuple):
+    """Entmax: e = 1 / (alpha - 1), the factor from scores to z, which blocks of keys live (live_blocks.py), and W of rows for
+    the backward. None where there is none."""
+
+    e: Any
+    gain: Any
+    bounded_ptr: Any
+    live_ptr: Any
+    unsettled_ptr: Any
+    slopes_ptr: Any
+
+
 class Variant(NamedTuple):
     """What is compiled in: a kernel holds no trace of a term that the spec does not have."""
 
@@ -83,6 +95,11 @@ class Variant(NamedTuple):
     FULL_FIRST: bool = False
     # places for the intervals of key tiles, ST or more
     PLACES: int = 1
+    # entmax: its exponent e where that is compiled in, -1 where not, 0 without; sweeps that step to thresholds, at most
+    ENTMAX: int = 0
+    STEPS: int = 0
+    # lse is known: one sweep for the blocks that live and for W
+    KNOWN: bool = False
 
 
 @arguments
@@ -134,6 +151,7 @@ class Forward(Sizes):
     mask_head: Maybe
     key_tiles: Maybe
     most: Maybe
+    entmax: Maybe
     V: gl.constexpr
     buffers: Buffers
     k: Ring

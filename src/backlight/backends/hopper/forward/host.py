@@ -12,6 +12,8 @@ from backlight.backends.hopper.compat import OWN_REGISTERS
 from backlight.backends.hopper.config import (
     ForwardConfig,
     elastic_config,
+    entmax_config,
+    exponent_of,
     forward_config,
     heads_together,
     intervals_of,
@@ -19,6 +21,7 @@ from backlight.backends.hopper.config import (
     share_q_and_o,
 )
 from backlight.backends.hopper.forward.arguments import Mask, Scale, Terms, Variant
+from backlight.backends.hopper.forward.entmax import STEPS, Living
 from backlight.backends.hopper.forward.kernel import _fwd_kernel
 from backlight.backends.hopper.launch import Launch, descriptor, multiprocessors, readable, vector_fields
 from backlight.backends.hopper.primitives import LN2
@@ -50,6 +53,8 @@ class Schedule:
 
 
 def config_of(call: Call) -> ForwardConfig:
+    if call.entmax is not None:
+        return entmax_config(call)
     return forward_config(call) if call.tau is None else elastic_config(call)
 
 
@@ -94,6 +99,8 @@ def variant_of(launch: Launch, schedule: Schedule, save_u: bool) -> Variant:
         INTERVALS=intervals,
         FULL_FIRST=full_first,
         PLACES=places_of(launch, config, intervals),
+        ENTMAX=exponent_of(call),
+        STEPS=STEPS,
     )
 
 
@@ -108,15 +115,42 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
     launch = Launch(call, choices=save_u)
     y = launch.empty_rows(launch.dv, call.q.dtype)
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
-    u = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) if save_u and call.tau is not None else None
+    wants_u = save_u and (call.tau is not None or call.entmax is not None)
+    u = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) if wants_u else None
     if y.numel() == 0 or launch.sk == 0:
         empty = -torch.inf if call.sink is None else call.sink.float()[None, :, None].expand_as(lse)
         return y.zero_(), lse.copy_(torch.as_tensor(empty)), None if u is None else u.zero_()
     schedule = launch.once("forward", lambda: Schedule.of(launch, config_of(call)))
+    living = Living.of(launch, schedule.config, wants_u) if call.entmax is not None else None
+    gate = None if call.gate is None else readable(call.gate)
+    start_kernel(launch, schedule, y, lse, u, gate, living)
+    return y, lse, u
+
+
+def look_for_living(launch: Launch, lse: Tensor) -> tuple[Living, ForwardConfig]:
+    """The blocks of keys that entmax leaves alive, and W, of a forward whose lse is known; and its tiles."""
+    call = launch.call
+    schedule = launch.once("living", lambda: Schedule.of(launch, config_of(call)))
+    living = Living.of(launch, schedule.config, True)
+    start_kernel(launch, schedule, call.q, lse, None, None, living, known=True)
+    return living, schedule.config
+
+
+def start_kernel(
+    launch: Launch,
+    schedule: Schedule,
+    y: Tensor,
+    lse: Tensor,
+    u: Tensor | None,
+    gate: Tensor | None,
+    living: Living | None,
+    known: bool = False,
+) -> None:
+    """Fills y, lse and u; where lse is `known`, what `living` says of it instead."""
+    call = launch.call
     cu_q, cu_k, first_tiles, n_segments = launch.packing(call.cu_seqlens_q, schedule.config.block_m)
     tiles = visited_tiles(launch, schedule, cu_q, cu_k, first_tiles)
     counter = launch.counter(schedule.dynamic)
-    gate = None if call.gate is None else readable(call.gate)
     learned = launch.table, launch.sink, launch.tau
 
     def describe() -> dict[str, Any]:
@@ -125,7 +159,7 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
             launch.rows(call.q, 64, launch.bd),
             launch.rows(call.k, config.block_n, launch.bd),
             launch.rows(call.v, config.block_n, launch.bdv),
-            launch.rows(y, 64, launch.bdv),
+            launch.rows(y, 64, launch.bd if known else launch.bdv),
             lse,
             Packing(cu_q, cu_k, first_tiles),
             counter,
@@ -140,19 +174,19 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
             Terms(*learned, cap_factor(call), None if cap is None else cap * LOG2E),
             None if call.bias is None else call.bias.shape[1],
             None if call.bias is None else call.spec.bias_origin,
-            *mask_arguments(launch, schedule, tiles),
+            *mask_arguments(launch, schedule, tiles, living),
         ]
-        constants = {"V": variant_of(launch, schedule, u is not None)}
+        constants = {"V": variant_of(launch, schedule, u is not None)._replace(KNOWN=known, GATE=gate is not None)}
         options = {"num_warps": 4, "maxnreg": 168 if config.consumers == 2 else 128}
-        if call.tau is not None:
-            # two sweeps share a tile's values
+        if call.tau is not None or call.entmax is not None:
+            # sweeps share a tile's values
             options |= OWN_REGISTERS
         return {"grid": (schedule.programs,), "args": args, "constants": constants, **options}
 
     mask = (None,) * 4 if tiles is None else (tiles.folded, tiles.live, tiles.counts, tiles.first_key_tiles)
-    tensors = (call.q, call.k, call.v, y, lse, cu_q, cu_k, first_tiles, counter, gate, u, *learned, *mask)
+    entmax = () if living is None else living.tensors
+    tensors = (call.q, call.k, call.v, y, lse, cu_q, cu_k, first_tiles, counter, gate, u, *learned, *mask, *entmax)
     launch.start(_fwd_kernel, tensors, describe)
-    return y, lse, u
 
 
 def visited_tiles(launch: Launch, schedule: Schedule, cu_q: Tensor, cu_k: Tensor, first_tiles: Tensor) -> LiveTiles | None:
@@ -167,10 +201,13 @@ def visited_tiles(launch: Launch, schedule: Schedule, cu_q: Tensor, cu_k: Tensor
     return live_tiles(launch.start_beside, call, tiling, of_rows=True)
 
 
-def mask_arguments(launch: Launch, schedule: Schedule, tiles: LiveTiles | None) -> tuple[Any, ...]:
+def mask_arguments(launch: Launch, schedule: Schedule, tiles: LiveTiles | None, living: Living | None) -> tuple[Any, ...]:
+    """What limits the key blocks that are visited: a mask by row intervals, or entmax."""
+    if living is not None:
+        return (*(None,) * 4, living.key_tiles, None, living.argument(launch.call, scale_of(launch.call).unit))
     if tiles is None:
-        return (None,) * 6
+        return (None,) * 7
     block = schedule.config.block_n
     folded = descriptor(tiles.folded, vector_fields(tiles.folded.numel(), block))
     mask = Mask(tiles.live, tiles.counts, tiles.first_key_tiles)
-    return folded, mask, tiles.batch_step, tiles.head_step, launch.key_tiles(block), tiles.most
+    return folded, mask, tiles.batch_step, tiles.head_step, launch.key_tiles(block), tiles.most, None
