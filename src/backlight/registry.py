@@ -75,15 +75,17 @@ def get(name: str) -> Backend:
     return importlib.import_module(f"{__package__}.backends.{name}").BACKEND
 
 
-def refusals(call: Call) -> dict[str, tuple[str, ...]]:
-    """Every backend in order with its reasons against choosing it for this call; empty reasons = it can run."""
-    return {name: why_not(get(name), call) or _why_by_name_only(get(name), call) for name in ORDER}
+def refusals(call: Call, asked: str | None = None) -> dict[str, tuple[str, ...]]:
+    """Every backend in order with its reasons against this call, which asks for one by name or none; empty = it can run."""
+    return {name: why_not(get(name), call) or _why_by_name_only(get(name), call, asked) for name in ORDER}
 
 
-def _why_by_name_only(backend: Backend, call: Call) -> tuple[str, ...]:
-    """Reasons against choosing a backend for a call that names none."""
-    asked = sorted(getattr(backend, "by_name_only", frozenset()) & {*call.features})
-    return tuple(f"takes {NAMED.get(feature, feature)} when it is asked for by name" for feature in asked)
+def _why_by_name_only(backend: Backend, call: Call, asked: str | None) -> tuple[str, ...]:
+    """Reasons against choosing a backend for a call that does not ask for it by name."""
+    if asked == backend.name:
+        return ()
+    features = sorted(getattr(backend, "by_name_only", frozenset()) & {*call.features})
+    return tuple(f"takes {NAMED.get(feature, feature)} when it is asked for by name" for feature in features)
 
 
 def why_not(backend: Backend, call: Call) -> tuple[str, ...]:
@@ -99,9 +101,7 @@ def choose(call: Call, name: str | None) -> Backend:
     """The named backend, or the first that can run the call; raises `Unsupported` with every reason otherwise."""
     refused = {}
     for candidate in map(get, ORDER if name is None else (name,)):
-        reasons = why_not(candidate, call)
-        if not reasons and name is None:
-            reasons = _why_by_name_only(candidate, call)
+        reasons = why_not(candidate, call) or _why_by_name_only(candidate, call, name)
         if not reasons:
             return candidate
         refused[candidate.name] = reasons

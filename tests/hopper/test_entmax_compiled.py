@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +12,8 @@ pytest.importorskip("triton")
 
 from aot import SHARED_MEMORY, Report, compiled
 
+from backlight.backends.hopper.backward import alive, dq_convert, host, prepass
+from backlight.backends.hopper.backward import launch as backward
 from backlight.backends.hopper.config import ForwardConfig, entmax_config
 from backlight.backends.hopper.forward import host as forward
 from backlight.call import Call
@@ -44,15 +49,16 @@ def call_of(
     return Call(spec, q, k, k, **given, entmax=torch.full((4,), alpha), cu_seqlens_q=cu, cu_seqlens_k=cu)
 
 
-def report_of(call: Call) -> Report:
-    with compiled(forward) as reports:
-        forward.forward(call, save_u=True)
-    (report,) = (report for report in reports if report.kernel == "_fwd_kernel")
-    return report
+def reports_of(call: Call, *modules: ModuleType) -> list[Report]:
+    with compiled(*modules) as reports:
+        y, lse, u = forward.forward(call, save_u=True)
+        if backward in modules:
+            host.backward(call, y, lse, u, y, lse, frozenset({"dq", "dk", "dv"}))
+    return reports
 
 
 def examine(call: Call) -> None:
-    report, config = report_of(call), entmax_config(call)
+    (report,), config = reports_of(call, forward), entmax_config(call)
     assert report.spills <= ALLOWED_SPILLS[config.consumers], str(report)
     assert not report.warnings, str(report)
     assert report.shared <= SHARED_MEMORY, str(report)
@@ -62,9 +68,26 @@ def examine(call: Call) -> None:
         assert report.has("FFMA.SAT"), "what lies above a threshold is a multiply-add that saturates"
 
 
+def examine_backward(call: Call) -> None:
+    _, look, *reports = reports_of(call, forward, backward, prepass, alive, dq_convert)
+    assert look.spills <= ALLOWED_SPILLS[entmax_config(call).consumers], str(look)
+    assert {report.kernel for report in reports} >= {"_alive_kernel", "_prepass_kernel"}
+    for report in reports:
+        assert report.spills == 0, str(report)
+        assert not report.warnings, str(report)
+        assert report.shared <= SHARED_MEMORY, str(report)
+
+
 @pytest.mark.parametrize("d", [pytest.param(64, marks=pytest.mark.slow), 128])
-def test_causal(d: int) -> None:
+def test_forward(d: int) -> None:
     examine(call_of(d))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("options", [{}, {"alpha": 1.25}, {"alpha": 1.37}, {"terms": ("softcap",)}], ids=str)
+def test_backward(d: int, options: dict[str, Any]) -> None:
+    examine_backward(call_of(d, **options))
 
 
 @pytest.mark.slow

@@ -14,12 +14,13 @@ pytest.importorskip("triton")
 import emulator
 from modules import mutant
 
-from backlight.backends.hopper import threshold
+from backlight.backends.hopper import BACKEND, threshold
 from backlight.backends.hopper.backward import alive, dq_convert, dq_rows, host, prepass
 from backlight.backends.hopper.backward import launch as backward
-from backlight.backends.hopper.config import ALPHAS, ForwardConfig
+from backlight.backends.hopper.config import ForwardConfig, entmax_config
 from backlight.backends.hopper.forward import entmax, kernel, live_blocks, sparse, sparse_producer
 from backlight.backends.hopper.forward import host as forward
+from backlight.call import Call
 from backlight.config import override
 from backlight.reference import oracle
 from cases import CASES, FP16, Case, Problem, case_id
@@ -28,15 +29,9 @@ from gate import judge
 LATE, EARLY = pytest.param(True, id="late"), pytest.param(False, id="early", marks=pytest.mark.slow)
 ORDERS = pytest.mark.parametrize("late", [LATE, EARLY])
 NARROW = ForwardConfig(128, 2)
-WIDEST = 128
-
-
-def taken(case: Case) -> bool:
-    number = isinstance(case.entmax, float) and ALPHAS[0] <= case.entmax <= ALPHAS[1]
-    return number and case.pair_bias is None and not case.mask and max(case.d, case.dv or 0) <= WIDEST and case.d % 8 == 0
-
-
-LISTED = [case for case in CASES if taken(case)]
+ELSEWHERE = "tensors are on cpu, not on a GPU"
+NUMBERS = [case for case in CASES if isinstance(case.entmax, float) and case.pair_bias is None]
+LISTED = [case for case in NUMBERS if BACKEND.why_not(case.make(FP16).call) == (ELSEWHERE,)]
 TILES = (
     Case("full,300x500", b=1, hq=2, hkv=1, sq=300, sk=500, d=64, entmax=1.5),
     Case("full,even", b=1, hq=4, hkv=1, sq=256, sk=256, d=64, entmax=1.5),
@@ -81,7 +76,7 @@ def examine(problem: Problem, late: bool) -> None:
 
 
 def test_cases_are_many() -> None:
-    assert len(LISTED) > 15
+    assert len(LISTED) > 12
 
 
 @ORDERS
@@ -135,19 +130,23 @@ def test_blocks_without_a_weight_are_left_out(options: dict[str, Any], late: boo
 
     monkeypatch.setattr(forward.Living, "of", kept)
     examine(problem, late)
-    (living,) = made
-    assert 0 < living.live.sum() <= living.bounded.sum() + living.live.shape[0] * living.live.shape[1]
-    visible = living.live.numel() / 2
-    assert living.live.sum() < 0.6 * visible
-    u = oracle(problem.call, keep=("s", "lse"))
-    if problem.call.varlen:
-        return
-    width = 64
-    weights = (u["s"] - u["lse"][..., None]) * 0.5 + 1 > 2.0**-12
-    s = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % width, 0, -weights.shape[-2] % 64))
-    alive = s.unflatten(-1, (-1, width)).unflatten(-3, (-1, 64)).any(-1).any(-2).flatten(0, 1)
-    rows, keys = alive.shape[1:]
-    assert (living.live[:, :rows, :keys].bool() | ~alive).all(), "a block with a weight was left out"
+    living, looked = made
+    assert 0 < looked.live.sum() <= living.live.sum() < 0.3 * living.live.numel()
+    # thresholds are known in the backward: nothing lives there that did not in the forward
+    assert (looked.live <= living.live).all()
+    if not problem.call.varlen:
+        alive = blocks_with_weights(problem.call, entmax_config(problem.call).block_n)
+        rows, keys = alive.shape[1:]
+        for each in made:
+            assert (each.live[:, :rows, :keys].bool() | ~alive).all(), "a block with a weight was left out"
+
+
+def blocks_with_weights(call: Call, block_n: int) -> torch.Tensor:
+    """Blocks of 64 rows and `block_n` keys in which some u is above rounding: [heads, rows, keys]."""
+    made = oracle(call, keep=("s", "lse"))
+    above = (made["s"] - made["lse"][..., None]) * 0.5 + 1 > 2.0**-12
+    padded = torch.nn.functional.pad(above, (0, -above.shape[-1] % block_n, 0, -above.shape[-2] % 64))
+    return padded.unflatten(-1, (-1, block_n)).unflatten(-3, (-1, 64)).any(-1).any(-2).flatten(0, 1)
 
 
 # --- what is broken is noticed -----------------------------------------------------------------------------------------------
@@ -155,7 +154,6 @@ def test_blocks_without_a_weight_are_left_out(options: dict[str, Any], late: boo
 BROKEN = {
     "blocks read before they are known": (live_blocks, "bar_sync(FORWARD_MEETING, p.V.NC * 128 + 32)", "pass", "meet"),
     "no step": (sparse, "return theta + moved", "return theta + 0 * moved", ""),
-    "no last step": (sparse, "o = o - u * beside", "o = o - 0 * u * beside", ""),
     "u not divided": (sparse, "u = u * beside_products(weight, u)", "u = u", ""),
     "keys beyond the row": (sparse, "s = hide(p, s, position, block, view.sk)", "s = s", ""),
     "k never released": (sparse, "    release(p.k, stage)\n", "    pass\n", ""),
