@@ -95,25 +95,55 @@ def any_alive(bytes_ptr, other, own, first_block, key_blocks, V: tl.constexpr, B
     return alive
 
 
-@triton.jit(do_not_specialize=["sq", "sk", "n_segments", "left", "right", "row_blocks", "key_blocks", "most", "total_at"])
+class Given(NamedTuple):
+    """The forward's first tile of each packed sequence; borders of those and their first tiles here."""
+
+    first_tiles_ptr: Any
+    packing: Any
+
+
+class Made(NamedTuple):
+    """`LiveTiles`, and where their number is added."""
+
+    folded_ptr: Any
+    live_ptr: Any
+    counts_ptr: Any
+    total_ptr: Any
+
+
+class Sizes(NamedTuple):
+    """Packed sequences, how far window and causal reach, the forward's blocks of rows and keys, entries of a list, and where
+    the number of all of them is."""
+
+    n_segments: Any
+    left: Any
+    right: Any
+    row_blocks: Any
+    key_blocks: Any
+    most: Any
+    total_at: Any
+
+
+@triton.jit(do_not_specialize=["sq", "sk"])
 def _alive_kernel(
-    bytes_ptr, folded_ptr, live_ptr, counts_ptr, packing, first_tiles_ptr, total_ptr,
-    sq, sk, n_segments, left, right, row_blocks, key_blocks, most, total_at,
-    V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
+    bytes_ptr, given, made, sq, sk, sizes, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     """Program (key tile, head): the rows that see its keys, and the list of the row tiles in which it lives."""
     tile = tl.program_id(0)
     m = tl.program_id(1)
     tiles = tl.num_programs(0)
+    packing = given.packing
+    # not a constant, whatever it is
+    n_segments = sizes.n_segments + tile * 0
     own = sequence_of(tl.minimum(tile, tiles - 2), packing, sq, sk, n_segments, V.VARLEN, False)
     at = tl.cast(m, tl.int64) * tiles + tile
-    first, end = fold_keys(folded_ptr + at * (2 * BN), own, tile == tiles - 1, left, right, V, BN)
+    first, end = fold_keys(made.folded_ptr + at * (2 * BN), own, tile == tiles - 1, sizes.left, sizes.right, V, BN)
     extremes = tl.min(first, 0), tl.max(first, 0), tl.min(end, 0), tl.max(end, 0)
-    first_block = m * row_blocks
+    first_block = m * sizes.row_blocks
     if V.VARLEN:
         z = tl.minimum(segment_at(tile, packing.cu_key_tiles, n_segments), n_segments - 1)
-        first_block += tl.load(first_tiles_ptr + z) * V.CONSUMERS
-    live_ptr += at * most
+        first_block += tl.load(given.first_tiles_ptr + z) * V.CONSUMERS
+    live_ptr = made.live_ptr + at * sizes.most
     begin = tl.where(extremes[0] < extremes[3], extremes[0], 0) // BM
     n = tl.where(extremes[0] < extremes[3], tl.cdiv(extremes[3], BM), 0)
     partial = 0
@@ -122,11 +152,11 @@ def _alive_kernel(
         other = start + tl.arange(0, CHUNK)
         row = other * BM
         empty, kind = classified(extremes, extremes, row, tl.minimum(row + BM, own.sq), 1)
-        alive = any_alive(bytes_ptr, other, own, first_block, key_blocks, V, BM, BN)
-        partial, full = appended(live_ptr, most, partial, full, other, (other < n) & (alive > 0), empty, kind)
-    tl.store(counts_ptr + at * 2, partial)
-    tl.store(counts_ptr + at * 2 + 1, full)
-    tl.atomic_add(total_ptr + total_at, tl.cast(partial + full, tl.float32), sem="relaxed")
+        alive = any_alive(bytes_ptr, other, own, first_block, sizes.key_blocks, V, BM, BN)
+        partial, full = appended(live_ptr, sizes.most, partial, full, other, (other < n) & (alive > 0), empty, kind)
+    tl.store(made.counts_ptr + at * 2, partial)
+    tl.store(made.counts_ptr + at * 2 + 1, full)
+    tl.atomic_add(made.total_ptr + sizes.total_at, tl.cast(partial + full, tl.float32), sem="relaxed")
 
 
 def alive_tiles(launch: Launch, alive: Alive, packing: Packing, tiles: Tiles, total: tuple[Tensor, int]) -> LiveTiles:
@@ -142,10 +172,10 @@ def alive_tiles(launch: Launch, alive: Alive, packing: Packing, tiles: Tiles, to
     if call.varlen:
         borders = Borders(packing.cu_q_ptr, packing.cu_k_ptr, packing.cu_row_tiles_ptr, packing.cu_tiles_ptr)
         first_tiles, n_segments = launch.first_tiles(call.cu_seqlens_q, 64 * alive.consumers), borders.cu_q.shape[0] - 1
-    reach = (spec.left or 0, spec.right or 0)
-    sizes: list[Any] = [launch.sq, launch.sk, n_segments, *reach, *alive.bytes.shape[1:], most, total[1]]
+    sizes = Sizes(n_segments, spec.left or 0, spec.right or 0, *alive.bytes.shape[1:], most, total[1])
     variant = Variant(spec.left is not None, spec.right is not None, call.varlen, alive.consumers, alive.block_n)
     constants = {"V": variant, "BM": tiles.block_m, "BN": tiles.block_n, "CHUNK": CHUNK}
-    args = [alive.bytes, folded, live, counts, borders, first_tiles, total[0], *sizes]
+    given, made = Given(first_tiles, borders), Made(folded, live, counts, total[0])
+    args = [alive.bytes, given, made, launch.sq, launch.sk, sizes]
     launch.start_beside(_alive_kernel, (owned, heads), args, constants, "keys")
     return LiveTiles(folded, live, counts, borders.cu_key_tiles, folded, launch.heads, 1)

@@ -28,8 +28,9 @@ def backward(
         return {name: _without_pairs(call, name, lse, dlse) for name in needs}
     config = launch.once("backward", lambda: backward_config(call))
     split = config.split or call.deterministic or "dq" not in needs
-    alive = look(launch, lse) if call.entmax is not None else None
-    rows = prepass(launch, config, y, lse, u, dy, dlse, not split, out, needs, alive)
+    if call.entmax is not None:
+        launch.alive = look(launch, lse)
+    rows = prepass(launch, config, y, lse, u, dy, dlse, not split, out, needs)
     # diagonals are added in the order in which CTAs come, and need the fragments of 128 keys
     fused = "dbias" in needs and not (call.deterministic or config.wide)
     diagonals = Diagonals.of(launch) if fused else None

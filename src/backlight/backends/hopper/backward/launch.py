@@ -68,8 +68,8 @@ def numbers(launch: Launch, rows: Counted, n_segments: int, block_n: int) -> tup
 def visiting_rows(launch: Launch, rows: Rows, packing: Packing, block_m: int, block_n: int) -> LiveTiles | None:
     """The row blocks that see each key tile, under a mask by row intervals."""
     call = launch.call
-    if rows.living is not None:
-        return alive_tiles(launch, rows.living, packing, Tiles(block_m, block_n, rows.tiles), (rows.delta, rows.counter + 1))
+    if launch.alive is not None:
+        return alive_tiles(launch, launch.alive, packing, Tiles(block_m, block_n, rows.tiles), (rows.delta, rows.counter + 1))
     if call.rows is None:
         return None
     borders = (packing.cu_q_ptr, packing.cu_k_ptr, packing.cu_row_tiles_ptr, packing.cu_tiles_ptr) if call.varlen else ()

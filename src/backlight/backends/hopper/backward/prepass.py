@@ -12,7 +12,7 @@ Of the learned terms, gate (do and dgate, eq. 18), sink (dsink, eq. 23) and most
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,6 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backlight.backends.hopper.arguments import Packing
-from backlight.backends.hopper.backward.alive import Alive
 from backlight.backends.hopper.backward.arguments import RowState
 from backlight.backends.hopper.config import BackwardConfig, exponent_of, rate_of
 from backlight.backends.hopper.launch import Launch, descriptor, matrix_fields, readable, tma_reads, vector_fields
@@ -137,12 +136,6 @@ def visible_count(position, sk, left, right, V: tl.constexpr):
 
 
 @triton.jit
-def weight_of(sink, lse, seen, log2e):
-    """p of a sink: one of +inf is all there is."""
-    return tl.where(lse == sink, 1.0, tl.exp2((sink - tl.where(seen, lse, 0.0)) * log2e))
-
-
-@triton.jit
 def slope_of(u, rate, V: tl.constexpr):
     """u ** (e - 1) of entmax; u is not negative."""
     if V.ENTMAX == 2:
@@ -155,10 +148,33 @@ def slope_of(u, rate, V: tl.constexpr):
 
 
 @triton.jit
-def sink_slope(sink, lse, rate, V: tl.constexpr):
-    """w of a sink (eq. 87): one of +inf is all there is."""
-    u = tl.minimum(tl.maximum((sink - lse) * rate + 1.0, 0.0), 1.0)
-    return slope_of(tl.where(lse == sink, 1.0, u), rate, V)
+def weight_of(sink, lse, seen, log2e, rate, V: tl.constexpr):
+    """p of a sink, w with entmax: one of +inf is all there is."""
+    if V.ENTMAX != 0:
+        u = tl.minimum(tl.maximum((sink - lse) * rate + 1.0, 0.0), 1.0)
+        weight = slope_of(tl.where(lse == sink, 1.0, u), rate, V)
+    else:
+        weight = tl.where(lse == sink, 1.0, tl.exp2((sink - tl.where(seen, lse, 0.0)) * log2e))
+    return weight
+
+
+@triton.jit
+def as_tiles_read_it(lse, log2e, rate, V: tl.constexpr):
+    """lse in base 2; with entmax the threshold."""
+    if V.ENTMAX != 0:
+        found = lse * rate - 1.0
+    else:
+        found = lse * log2e
+    return found
+
+
+@triton.jit
+def by_lse(dlse_ptr, terms, place, seen, V: tl.constexpr):
+    """What a gradient at lse takes from delta: itself, with entmax divided by W."""
+    dlse = tl.load(dlse_ptr, mask=seen, other=0.0).to(tl.float32)
+    if V.ENTMAX != 0:
+        dlse /= tl.load(terms.slopes_ptr + place, mask=seen, other=1.0)
+    return dlse
 
 
 @triton.jit
@@ -206,42 +222,30 @@ def _prepass_kernel(
         gate = tl.load(place, mask=mask, other=0.0)
         weight = 1.0 / (1.0 + tl.exp2(-log2e * gate.to(tl.float32)))
         if V.DGATE:
-            dgate_ptr += (b * dgate_stride_b + h * dgate_stride_h) * UNIT
-            place = row[:, None] * (dgate_stride_s * UNIT) + columns[None, :]
-            tl.store(dgate_ptr + place, (product * (1.0 - weight)).to(dgate_ptr.dtype.element_ty), mask=mask)
+            place = rows_at(dgate_ptr, (dgate_stride_b, dgate_stride_h, dgate_stride_s), b, h, row, columns)
+            tl.store(place, (product * (1.0 - weight)).to(dgate_ptr.dtype.element_ty), mask=mask)
         dy = dy.to(tl.float32) * weight
     lse = tl.load(lse_ptr + head.to(tl.int64) * sq + row, mask=inside, other=float("-inf"))
     seen = lse != float("-inf")
-    if V.ENTMAX != 0:
-        # eq. 87: the mean by slopes
+    mean = delta
+    if V.TAU or V.ENTMAX != 0:
         u = tl.load(rows_at(terms.u_ptr, (u_stride_b, u_stride_h, u_stride_s), b, h, row, columns), mask=mask, other=0.0)
-        delta = tl.sum(dy.to(tl.float32) * u.to(tl.float32), 1)
+        mean = tl.sum(dy.to(tl.float32) * u.to(tl.float32), 1)
+        delta = delta if V.TAU else mean
     if V.HAS_DLSE:
-        dlse_ptr += b * dlse_stride_b + h * dlse_stride_h
-        dlse = tl.load(dlse_ptr + row * dlse_stride_s, mask=inside & seen, other=0.0).to(tl.float32)
-        if V.ENTMAX != 0:
-            dlse /= tl.load(terms.slopes_ptr + head.to(tl.int64) * sq + row, mask=inside, other=1.0)
-        delta -= dlse
+        dlse_ptr += b * dlse_stride_b + h * dlse_stride_h + row * dlse_stride_s
+        delta -= by_lse(dlse_ptr, terms, head.to(tl.int64) * sq + row, inside & seen, V)
     padded = (head.to(tl.int64) * tiles + tile) * BM
     if V.TAU:
         n = visible_count(block * BM + lanes + n_keys - n_rows, n_keys, left, right, V)
         tau = tl.load(terms.tau_ptr + h).to(tl.float32)
-        u = tl.load(rows_at(terms.u_ptr, (u_stride_b, u_stride_h, u_stride_s), b, h, row, columns), mask=mask, other=0.0)
-        mean = tl.sum(dy.to(tl.float32) * u.to(tl.float32), 1)
         delta -= tau * mean
         tl.store(terms.share_ptr + padded + lanes, share_of(tau, n, inside, V.SINK))
         tl.store(terms.dtau_ptr + head * tiles + tile, tl.sum(mean, 0))
     if V.SINK:
-        sink = tl.load(terms.sink_ptr + h).to(tl.float32)
-        if V.ENTMAX != 0:
-            p_sink = sink_slope(sink, lse, rate, V)
-        else:
-            p_sink = weight_of(sink, lse, seen, log2e)
+        p_sink = weight_of(tl.load(terms.sink_ptr + h).to(tl.float32), lse, seen, log2e, rate, V)
         tl.store(terms.dsink_ptr + head * tiles + tile, tl.sum(tl.where(seen, -p_sink * delta, 0.0), 0))
-    base = lse * log2e
-    if V.ENTMAX != 0:
-        base = lse * rate - 1.0
-    tl.store(lse2_ptr + padded + lanes, tl.where(seen, base, float("inf")))
+    tl.store(lse2_ptr + padded + lanes, tl.where(seen, as_tiles_read_it(lse, log2e, rate, V), float("inf")))
     tl.store(delta_ptr + padded + lanes, delta)
     if (tile == tiles - 1) & (head == tl.num_programs(1) - 1):
         clear_counters(delta_ptr + padded + BM, V)
@@ -267,7 +271,6 @@ class Rows:
     cu_k: Any
     first_tiles: Any
     n_segments: int
-    living: Alive | None = None
 
     def vector(self, values: Tensor) -> TensorDescriptor:
         return descriptor(values, vector_fields(values.numel(), self.config.block_m))
@@ -307,14 +310,13 @@ def prepass(
     clear_dq: bool,
     out: dict[str, Tensor],
     needs: frozenset[str],
-    living: Alive | None = None,
 ) -> Rows:
     """Fills dgate, dsink and dtau of `out` where they are needed."""
     call = launch.call
     has_gate, has_sink, has_tau = call.gate is not None, call.sink is not None, call.tau is not None
     copy = launch.once("copy do", lambda: dy.dtype != y.dtype or not tma_reads(dy))
     do = torch.empty(dy.shape, dtype=y.dtype, device=dy.device) if copy or has_gate else dy
-    rows = replace(blank_rows(launch, config, do, clear_dq), living=living)
+    rows = blank_rows(launch, config, do, clear_dq)
     gate = readable(call.gate) if call.gate is not None else None
     dgate = torch.empty_like(gate) if gate is not None and "dgate" in needs else None
     u = readable(u) if u is not None else None
@@ -323,7 +325,7 @@ def prepass(
     last = lse if dlse is None else dlse
 
     packing = Packing(rows.cu_q, None, None, rows.first_tiles)
-    slopes = None if living is None else living.slopes
+    slopes = None if launch.alive is None else launch.alive.slopes
     terms = RowTerms(launch.sink, dsink, launch.tau, dtau, rows.share, u, slopes)
     cu_k = rows.cu_k if has_tau else None
 

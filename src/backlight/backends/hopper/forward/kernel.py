@@ -20,9 +20,10 @@ from backlight.backends.hopper.compat import smem_reinterpret
 from backlight.backends.hopper.forward.arguments import Buffers, Forward
 from backlight.backends.hopper.forward.consumer import plain_consumer
 from backlight.backends.hopper.forward.elastic import elastic_consumer
+from backlight.backends.hopper.forward.looking import looking_consumer
 from backlight.backends.hopper.forward.producer import producer
 from backlight.backends.hopper.forward.ring import Ring
-from backlight.backends.hopper.forward.sparse import looking_consumer, sparse_consumer
+from backlight.backends.hopper.forward.sparse import sparse_consumer
 from backlight.backends.hopper.forward.sparse_producer import sparse_producer
 from backlight.backends.hopper.forward.tiles import slot_size
 from backlight.backends.hopper.primitives import WM, barriers, tiles_of

@@ -177,10 +177,20 @@ def own_chunk(p, read_ptr, view, slot, chunk):
 # --- steps -------------------------------------------------------------------------------------------------------------------
 
 
+@arguments
+class Rows:
+    """Of each row its threshold so far and its largest z; z of the sink."""
+
+    theta: gl.tensor
+    top: gl.tensor
+    sink: gl.tensor
+
+
 @gluon.jit
-def stepping(p, q, view, theta, top, sink, read_ptr, slot, step, k_count, W: gl.constexpr, MARKS: gl.constexpr):
-    """(thresholds after one step, tiles of K so far); asks for another where a row has moved far."""
+def stepping(p, q, view, rows, read_ptr, slot, step, k_count, W: gl.constexpr, MARKS: gl.constexpr):
+    """(`Rows` after one step, tiles of K so far); asks for another where a row has moved far."""
     s_l: gl.constexpr = accumulator(p.V.BN)
+    theta = rows.theta
     base = base_of(theta)
     f = no_sums(p)
     w = no_sums(p)
@@ -213,15 +223,15 @@ def stepping(p, q, view, theta, top, sink, read_ptr, slot, step, k_count, W: gl.
     w = row_totals(w, s_l)
     w2 = row_totals(w2, s_l)
     if p.V.SINK:
-        sink_f, sink_w, sink_w2 = sink_sums(p, sink, base)
+        sink_f, sink_w, sink_w2 = sink_sums(p, rows.sink, base)
         f += sink_f
         w += sink_w
         w2 += sink_w2
     known = theta > -INF
-    room = gl.where(known, top - theta, 0.0)
+    room = gl.where(known, rows.top - theta, 0.0)
     moved = gl.where(known, halley(f, w, w2, room, p.entmax.e, p.V.ENTMAX), 0.0)
     ask_for_more(p, slot, step, (gl.abs(moved) > FAR) & exist(view, s_l))
-    return theta + moved, k_count
+    return Rows(theta + moved, rows.top, rows.sink), k_count
 
 
 @gluon.jit
@@ -395,65 +405,6 @@ def finish(p, rows, theta, top, sink, v_count, turn, W: gl.constexpr):
         store_rows(p, p.u_desc, place, p.buffers.u.index(W))
 
 
-# --- thresholds that are known -----------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def known_base(p, place, row_l: gl.constexpr):
-    """Thresholds from lse, +inf of rows that are not there or see nothing."""
-    numbers = place.i0 + gl.arange(0, WM, row_l)
-    at = place.head.to(gl.int64) * p.sq + place.q_start + numbers
-    lse = gl.load(p.lse_ptr + at, mask=numbers < place.sq, other=-INF)
-    return gl.where(lse > -INF, lse / p.entmax.e - 1, INF)
-
-
-@gluon.jit
-def look(p, q, view, base, slot, k_count, W: gl.constexpr):
-    """(partial sums of W, tiles of K so far); marks the blocks that live."""
-    s_l: gl.constexpr = accumulator(p.V.BN)
-    w = no_sums(p)
-    for j in range(view.end - view.begin):
-        block = view.end - 1 - j
-        s = seen_scores(p, view, take_scores(p, q, k_count), block)
-        k_count += 1
-        slopes = slopes_of(above_threshold(s, p.entmax.gain, base), p.entmax.e, p.V.ENTMAX)
-        here = partial_sums(slopes, w)
-        alive = gl.convert_layout(gl.max(here, 1), gl.SliceLayout(1, s_l), assert_trivial=True) > 0.0
-        mark(p, p.entmax.live_ptr, slot, block, alive, W)
-        w = w + here
-    return w, k_count
-
-
-@gluon.jit
-def looking_consumer(p, W: gl.constexpr):
-    """In the backward: which blocks of keys live, and W of rows."""
-    s_l: gl.constexpr = accumulator(p.V.BN)
-    row_l: gl.constexpr = gl.SliceLayout(1, s_l)
-    head = first_head(p, W)
-    k_count = head * 0
-    turn = head * 0
-    while head != END:
-        q = p.buffers.q.index(q_buffer(p, turn, W))
-        view = view_of(p, head, turn & 3, W, row_l)
-        place = place_of(p, turn & 3, W)
-        base = known_base(p, place, row_l)
-        if p.V.HAS_RIGHT:
-            k_count = skip_keys(p, view.tile_end - view.end, k_count)
-        w, k_count = look(p, q, view, base, turn & 3, k_count, W)
-        if p.V.HAS_LEFT:
-            k_count = skip_keys(p, view.begin - view.tile_begin, k_count)
-        release_q(p, turn, W)
-        w = row_totals(w, s_l)
-        if p.V.SINK:
-            _f, sink_w, _w2 = sink_sums(p, sink_of(p, head), base)
-            w += sink_w
-        numbers = place.i0 + gl.arange(0, WM, row_l)
-        at = place.head.to(gl.int64) * p.sq + place.q_start + numbers
-        gl.store(p.entmax.slopes_ptr + at, or_one(w), mask=numbers < place.sq)
-        turn += 1
-        head = next_head(p, turn, W)
-
-
 @gluon.jit
 def sparse_consumer(p, W: gl.constexpr):
     s_l: gl.constexpr = accumulator(p.V.BN)
@@ -476,16 +427,17 @@ def sparse_consumer(p, W: gl.constexpr):
         # what the rows see is read again: registers are short in the loops
         view = view_of(p, head, turn & 3, W, gl.SliceLayout(1, s_l))
         step = turn * 0
-        theta, k_count = stepping(p, q, view, theta, top, sink, p.entmax.bounded_ptr, turn & 3, step, k_count, W, True)
+        rows = Rows(theta, top, sink)
+        rows, k_count = stepping(p, q, view, rows, p.entmax.bounded_ptr, turn & 3, step, k_count, W, True)
         meet(p)
         while goes_on(p, read_field(p, turn & 3, BYTES), step):
             step += 1
-            theta, k_count = stepping(p, q, view, theta, top, sink, p.entmax.live_ptr, turn & 3, step, k_count, W, False)
+            rows, k_count = stepping(p, q, view, rows, p.entmax.live_ptr, turn & 3, step, k_count, W, False)
             meet(p)
         view = view_of(p, head, turn & 3, W, gl.SliceLayout(1, s_l))
-        rows, k_count, v_count = output(p, q, view, theta, turn & 3, k_count, v_count)
+        made, k_count, v_count = output(p, q, view, rows.theta, turn & 3, k_count, v_count)
         release_q(p, turn, W)
-        finish(p, rows, theta, top, sink, v_count, turn, W)
+        finish(p, made, rows.theta, rows.top, rows.sink, v_count, turn, W)
         if p.V.HAS_LEFT:
             view = view_of(p, head, turn & 3, W, gl.SliceLayout(1, s_l))
             unseen = unseen_count(p, view, p.entmax.live_ptr, turn & 3, view.tile_end - view.begin)

@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from backlight.backends.hopper.compat import arguments
 from backlight.backends.hopper.forward.live_blocks import (
     ALWAYS,
     BYTES,
@@ -34,31 +35,47 @@ from backlight.backends.hopper.forward.tiles import (
 from backlight.backends.hopper.primitives import WM
 
 
+@arguments
+class Keys:
+    """The key blocks [begin, end) of a tile, of a key head; at: where its bytes begin."""
+
+    b: gl.tensor
+    h: gl.tensor
+    k_start: gl.tensor
+    sk: gl.tensor
+    begin: gl.tensor
+    end: gl.tensor
+    at: gl.tensor
+
+
 @gluon.jit
-def send_ahead(p, ring, desc, begin, end, count, b, h, k_start, sk):
+def send_key(p, ring, desc, keys, block, count):
+    feed(p, ring, desc, count, keys.b, keys.h, keys.k_start, keys.sk, block * p.V.BN)
+    return count + 1
+
+
+@gluon.jit
+def send_ahead(p, ring, desc, keys, count):
     """The first blocks, which every sweep visits: as many as there are stages, of which all are free before a meeting."""
     AHEAD: gl.constexpr = min(p.V.ST, ALWAYS)
-    for j in range(gl.minimum(end - begin, AHEAD)):
-        feed(p, ring, desc, count, b, h, k_start, sk, (end - 1 - j) * p.V.BN)
-        count += 1
+    for j in range(gl.minimum(keys.end - keys.begin, AHEAD)):
+        count = send_key(p, ring, desc, keys, keys.end - 1 - j, count)
     return count
 
 
 @gluon.jit
-def send_rest(p, ptr, at, begin, end, k_count, v_count, b, h, k_start, sk, WITH_V: gl.constexpr):
+def send_rest(p, ptr, keys, k_count, v_count, WITH_V: gl.constexpr):
     """K, and with V that, of the other blocks of a tile that live."""
     AHEAD: gl.constexpr = min(p.V.ST, ALWAYS)
-    for chunk in range(chunks_of(begin, end)):
-        bits = live_chunk(p, ptr, at, begin, end, chunk, 1)
+    for chunk in range(chunks_of(keys.begin, keys.end)):
+        bits = live_chunk(p, ptr, keys.at, keys.begin, keys.end, chunk, 1)
         bits = gl.where(chunk == 0, bits & -(1 << AHEAD), bits)
         while bits != 0:
-            key = (end - 1 - chunk * CHUNK - lowest(bits)) * p.V.BN
+            block = keys.end - 1 - chunk * CHUNK - lowest(bits)
             bits = bits & (bits - 1)
-            feed(p, p.k, p.k_desc, k_count, b, h, k_start, sk, key)
-            k_count += 1
+            k_count = send_key(p, p.k, p.k_desc, keys, block, k_count)
             if WITH_V:
-                feed(p, p.v, p.v_desc, v_count, b, h, k_start, sk, key)
-                v_count += 1
+                v_count = send_key(p, p.v, p.v_desc, keys, block, v_count)
     return k_count, v_count
 
 
@@ -73,24 +90,23 @@ def send_tile(p, head, z, block, k_count, v_count, turn):
     publish(p, turn & 3, head, z, block, 0)
     write_field(p, turn & 3, BYTES, at)
     send_q(p, b, head % p.heads, q_start, sq, block, turn)
+    keys = Keys(b, h, k_start, sk, begin, end, at)
     for j in range(end - begin):
-        feed(p, p.k, p.k_desc, k_count, b, h, k_start, sk, (end - 1 - j) * p.V.BN)
-        k_count += 1
+        k_count = send_key(p, p.k, p.k_desc, keys, end - 1 - j, k_count)
     if not p.V.KNOWN:
-        bounded, live = p.entmax.bounded_ptr, p.entmax.live_ptr
-        k_count = send_ahead(p, p.k, p.k_desc, begin, end, k_count, b, h, k_start, sk)
+        k_count = send_ahead(p, p.k, p.k_desc, keys, k_count)
         meet(p)
-        k_count, v_count = send_rest(p, bounded, at, begin, end, k_count, v_count, b, h, k_start, sk, False)
-        k_count = send_ahead(p, p.k, p.k_desc, begin, end, k_count, b, h, k_start, sk)
+        k_count, v_count = send_rest(p, p.entmax.bounded_ptr, keys, k_count, v_count, False)
+        k_count = send_ahead(p, p.k, p.k_desc, keys, k_count)
         meet(p)
         step = at * 0
         while goes_on(p, at, step):
-            k_count, v_count = send_rest(p, live, at, begin, end, k_count, v_count, b, h, k_start, sk, False)
-            k_count = send_ahead(p, p.k, p.k_desc, begin, end, k_count, b, h, k_start, sk)
+            k_count, v_count = send_rest(p, p.entmax.live_ptr, keys, k_count, v_count, False)
+            k_count = send_ahead(p, p.k, p.k_desc, keys, k_count)
             meet(p)
             step += 1
-        v_count = send_ahead(p, p.v, p.v_desc, begin, end, v_count, b, h, k_start, sk)
-        k_count, v_count = send_rest(p, live, at, begin, end, k_count, v_count, b, h, k_start, sk, True)
+        v_count = send_ahead(p, p.v, p.v_desc, keys, v_count)
+        k_count, v_count = send_rest(p, p.entmax.live_ptr, keys, k_count, v_count, True)
     return k_count, v_count
 
 
