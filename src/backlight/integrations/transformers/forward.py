@@ -63,18 +63,14 @@ def attention_forward(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     keywords: dict[str, Any] = {"causal": causal, "scale": scaling}
     keywords |= {"softcap": options.get("softcap"), "sink": options.get("s_aux")}
-    position_bias = options.get("position_bias")
     if dropout:
         count()
         return _attend_dropped((query, key, value), attention_mask, dropout, keywords, options).transpose(1, 2), None
-    if position_bias is not None:
-        keywords |= bias_of(module, position_bias, query, key, causal)
+    if options.get("position_bias") is not None:
+        keywords |= bias_of(module, options["position_bias"], query, key, causal)
     if attention_mask is not None and not _is_numbers(attention_mask, query, key):
         _refuse_borders(attention_mask, cu_q)
-        masked = keywords_of(attention_mask, query, key)
-        if "pair_bias" in keywords and "pair_bias" in masked:
-            masked["pair_bias"] = masked["pair_bias"] + keywords["pair_bias"]
-        keywords |= masked
+        keywords = _with_mask(keywords, keywords_of(attention_mask, query, key))
         return backlight.attention(query, key, value, **keywords).transpose(1, 2), None
     if window is not None:
         keywords["window"] = _sides(window, causal)
@@ -84,6 +80,13 @@ def attention_forward(
     if attention_mask is None:
         return backlight.attention(query, key, value, **keywords).transpose(1, 2), None
     return _attend_padded(query, key, value, attention_mask, keywords), None
+
+
+def _with_mask(keywords: dict[str, Any], masked: dict[str, Any]) -> dict[str, Any]:
+    """A mask on top of the rest: where both have a bias of pairs, their sum."""
+    if "pair_bias" in keywords and "pair_bias" in masked:
+        masked["pair_bias"] = masked["pair_bias"] + keywords["pair_bias"]
+    return keywords | masked
 
 
 def _sides(window: int, causal: bool) -> tuple[int, int]:
