@@ -102,7 +102,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "": {"spec", "errors", "mask", "packing", "slopes", "slot", "api", "attention_statistics", "tangents", "doctor"},
     # the options of a layer are checked by the code that checks those of a call
     "nn": {"spec", "arguments", "binding", "mask", "api", ""},
-    "compat": {"spec", "arguments", "mask", "api", ""},
+    "compat": {"spec", "arguments", "mask", "api", "call", ""},
     "integrations": {"_private", "spec", "arguments", "intervals", "mask", "api", ""},
     # blocks of a sharded call go to a backend each: it looks one up, as `running` does
     "distributed": {
