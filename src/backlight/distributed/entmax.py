@@ -8,17 +8,14 @@ make as many steps as the one that needs most.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from backlight.call import Call, Part
-from backlight.distributed.blocks import Block, Shards
-from backlight.distributed.communicator import Communicator
 from backlight.distributed.handshake import meet
+from backlight.distributed.keys import Keys
 from backlight.distributed.local import NARROW, block_call, block_forward, block_lse, block_sums
 from backlight.distributed.rows import Prepared, gated, stored
 from backlight.thresholds import Bound, Sums, power
@@ -28,30 +25,6 @@ from backlight.thresholds import Bound, Sums, power
 MOST_STEPS = {torch.float64: 40, torch.float32: 12}
 MOST_STEPS_16 = 6
 CLOSE, CLOSE_64, CLOSE_SMOOTH = 2.0**-20, 2.0**-49, 2.0**-9
-
-
-class Keys(Protocol):
-    """What `ring.Ring` is here."""
-
-    @property
-    def communicator(self) -> Communicator: ...
-
-    @property
-    def shards(self) -> Shards: ...
-
-    @property
-    def backend(self) -> str | None: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    def visits(self, mine: Sequence[Tensor], what: str) -> Iterator[tuple[int, int, list[Tensor]]]: ...
-
-    def masks(self, call: Call) -> Callable[[Block, int], tuple[Tensor | None, Tensor | None]]: ...
-
-    def zeros(self, call: Call) -> Tensor: ...
-
-    def no_lse(self, call: Call) -> Tensor: ...
 
 
 def ring_entmax(ring: Keys, call: Call) -> tuple[Tensor, Tensor, Tensor]:
