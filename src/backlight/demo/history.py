@@ -10,7 +10,7 @@ from torch import Tensor
 # nats per character on held-out text that a run must gain; blind guessing starts near 4.2
 MARGIN = 1.5
 # a parameter without a gradient stays exactly where it was
-MOVED = 1e-2
+MOVED, ALPHA_MOVED = 1e-2, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class History:
         if self.kind == "softmax":
             return []
         if self.kind == "entmax":
-            moved = self.alpha_change > MOVED
+            moved = self.alpha_change > ALPHA_MOVED
         else:
             moved = (self.bias_change > MOVED) & (self.tau_change > MOVED)
         return [(layer, head) for layer, head in (~moved).nonzero().tolist()]
