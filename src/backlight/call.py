@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,21 @@ class Part:
     tlse: Tensor | None = None
 
 
+class Manner(NamedTuple):
+    """How a call is computed, whatever it computes.
+
+    deterministic:   the same call gives the same bits.
+    batch_invariant: a sequence gives the same bits whatever else is in the call (eq. 79); deterministic, too.
+    exact_delta:     the forward keeps what rounding took from y, for the delta of the backward (eq. 103).
+    max_logit:       the forward returns the largest logit of each row, too (eq. 72).
+    """
+
+    deterministic: bool = False
+    batch_invariant: bool = False
+    exact_delta: bool = False
+    max_logit: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """q [B,Hq,Sq,D], k [B,Hkv,Sk,D], v [B,Hkv,Sk,Dv], the terms, and cu_seqlens [Z+1] when sequences are packed.
@@ -61,7 +76,11 @@ class Call:
     pos: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
+    # how the call is computed, whatever it computes (`Manner`)
     deterministic: bool = False
+    batch_invariant: bool = False
+    exact_delta: bool = False
+    max_logit: bool = False
     part: Part | None = None
     _segments: tuple[Segment, ...] | None = field(default=None, repr=False)
     # cu_seqlens are those of a mask, made to be borders of these rows and keys: nobody waits for a device to check them
@@ -81,7 +100,8 @@ class Call:
         part = self.part
         return (
             *_options_of(self.spec),
-            *(self.deterministic, self.q.device),
+            *manner_of(self),
+            self.q.device,
             *[None if x is None else layout_of(x) for x in all_tensors(self)],
             # packed queries and keys with the same borders, which may be one tensor
             self.cu_seqlens_q is self.cu_seqlens_k,
@@ -110,6 +130,11 @@ class Call:
     def accumulator_dtype(self) -> torch.dtype:
         """fp32 for every input dtype but fp64 (numerics contract)."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the forward keeps a tensor like y for the backward: u with tau, otherwise the low half of y (eq. 103)."""
+        return self.tau is not None or self.exact_delta
 
     @property
     def output_dtype(self) -> torch.dtype:
@@ -159,13 +184,14 @@ class Call:
 all_tensors = attrgetter(*TENSOR_NAMES)
 learned_tensors = attrgetter(*LEARNED)
 counting_tensors = attrgetter(*TENSOR_NAMES[len(LEARNED) :])
+manner_of = attrgetter(*Manner._fields)
 _options_of = attrgetter(*(option.name for option in fields(AttentionSpec)))
 assert tuple(each.name for each in fields(Call))[1 : 1 + len(TENSOR_NAMES)] == TENSOR_NAMES, "Call and spec.TENSORS differ"
 
 
-def call_with(spec: AttentionSpec, tensors: Sequence[Any], deterministic: bool) -> Call:
-    """A call of tensors in the order of `spec.TENSORS`."""
-    return Call(spec, *tensors, deterministic)  # type: ignore[call-arg]
+def call_with(spec: AttentionSpec, tensors: Sequence[Any], manner: Sequence[bool]) -> Call:
+    """A call of tensors in the order of `spec.TENSORS`, computed in this `Manner`."""
+    return Call(spec, *tensors, *manner)  # type: ignore[call-arg]
 
 
 def tensors_of(call: Call) -> tuple[Tensor | None, ...]:

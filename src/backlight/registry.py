@@ -11,6 +11,8 @@ from torch import Tensor
 from backlight.call import Call
 from backlight.errors import Unsupported
 
+# y, lse, u, largest logits of rows
+Forward = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 ORDER = ("hopper", "triton", "tiled")
 # features whose names are not words for a sentence
 NAMED = {
@@ -51,8 +53,9 @@ class Backend(Protocol):
         """The tile configuration the call would use."""
         ...
 
-    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(y, lse, u): y like q with Dv columns, lse [B,Hq,Sq] natural log, u like y when `save_u` and the call has tau."""
+    def forward(self, call: Call, save_u: bool) -> Forward:
+        """y like q with Dv columns; lse [B,Hq,Sq] natural log; with `save_u`, where `Call.keeps`, u like y: with tau eq. 12,
+        otherwise the low half of y (eq. 103); with `max_logit` the largest visible x of each row [B,Hq,Sq] (eq. 72)."""
         ...
 
     def backward(

@@ -61,6 +61,7 @@ _PTX = {
     "ex2.approx.ftz.f32": np.exp2,
     "fma.rn.f32": lambda a, b, c: (np.float64(a) * b + c).astype(np.float32),
     "max.f32": np.fmax,
+    "max.s16x2": lambda a, b: np.maximum(a.view(np.int16), b.view(np.int16)).view(a.dtype),
     "max.s32": np.maximum,
     "mov.b32": lambda x: x.view(np.int32 if x.dtype == np.float32 else np.float32),
     "mov.f32": lambda x: x,
@@ -200,6 +201,9 @@ class language:
     @staticmethod
     def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], dtype: str, is_pure: bool, pack: int) -> Tensor:
         x = args[0]
+        if x.dtype.itemsize == 2:
+            # a register holds two numbers, on which instructions work side by side
+            return tensor(run_ptx(asm, [np.asarray(arg) for arg in args], 1)[0])
         inputs = [np.broadcast_to(np.asarray(arg, np.float32), x.shape).reshape(-1, pack).T for arg in args]
         outputs = run_ptx(asm, [register for some in inputs for register in some], pack)
         return tensor(np.stack(outputs, 1).reshape(x.shape).astype(DTYPES[dtype]))

@@ -137,7 +137,7 @@ class HopperBackend:
 
         return in_use()
 
-    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         forward, _, replayed, _ = host()
         return replayed(forward, call, (), save_u)
 

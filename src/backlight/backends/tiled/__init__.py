@@ -34,7 +34,7 @@ class TiledBackend:
         return config_of(call)
 
     @torch.no_grad()
-    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         from backlight.backends.tiled.forward import forward
 
         return forward(call, save_u)

@@ -89,7 +89,7 @@ class TritonBackend:
 
         return table_in_use(device)
 
-    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         forward, _, replayed, _ = host()
         return forward(call, save_u) if interpreting() else replayed(forward, call, (), save_u, setting(call.q.dtype))
 

@@ -22,7 +22,8 @@ def backward(
     launch = Launch(call)
     out: dict[str, Tensor] = {}
     way = way_of(call) if "dpair_bias" in needs else ""
-    if way in ("", "owner") and {"dq", "dk"} <= needs and fits(launch):
+    has_low = call.exact_delta and u is not None
+    if way in ("", "owner") and {"dq", "dk"} <= needs and fits(launch) and not has_low:
         out, dpair_bias = fused_of(launch, y, lse, dy, dlse, way == "owner")
         if dpair_bias is not None:
             out["dpair_bias"] = dpair_bias

@@ -36,9 +36,10 @@ class RowState(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What the pre-pass reads: rows of y, dy, u, gate, and the rest by pointers; dlse is None where there is none."""
+    """What the pre-pass reads: rows of y, its low half, dy, u, gate, and the rest by pointers; low and dlse may be None."""
 
     y: Any
+    low: Any
     dy: Any
     u: Any
     gate: Any
@@ -78,6 +79,8 @@ def _delta_kernel(given, made, pitch16, packing, geometry, sq, sk, n_segments, V
     if not V.VARLEN:
         in_buffer = lanes >= 0
     y = load_tile(at(given.y, b, h, row), given.y.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
+    if given.low is not None:
+        y += load_tile(at(given.low, b, h, row), given.low.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
     do = load_tile(at(given.dy, b, h, row), given.dy.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
     delta = tl.sum(do * y, 1)
     if V.GATE:
@@ -128,6 +131,7 @@ def prepare_rows(
     """Fills dgate, dtau and dsink of `out` where the spec has them."""
     call = launch.call
     y, dy = launch.readable(y), launch.readable(dy)
+    low = rows_of(launch.readable(u)) if call.exact_delta and u is not None else None
     u = y if u is None else launch.readable(u)
     dlse = None if dlse is None else compact(dlse)
     do = dgate = dy
@@ -148,7 +152,7 @@ def prepare_rows(
         launch.start(
             _delta_kernel,
             grid,
-            Given(*(rows_of(x) for x in (y, dy, u, launch.gate)), lse, dlse, launch.tau, launch.sink),
+            Given(rows_of(y), low, *(rows_of(x) for x in (dy, u, launch.gate)), lse, dlse, launch.tau, launch.sink),
             Made(*map(rows_of, (do, dgate)), rows.minus_lse2, rows.delta, rows.share, dtau, dsink),
             rows.pitch16,
             *launch.shared(call.cu_seqlens_q, block),

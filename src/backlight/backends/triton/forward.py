@@ -27,9 +27,9 @@ LARGEST = tl.constexpr(3.0e38)
 
 @triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
 def _fwd_kernel(
-    q_rows, k_rows, v_rows, k_desc, v_desc, gate_rows, y_rows, lse_ptr, table_ptr, sink_ptr, pair, pair_desc, mask, packing,
-    geometry, sq, sk, n_segments, V: tl.constexpr, LSE_ONLY: tl.constexpr, BOUNDED: tl.constexpr, TMA: tl.constexpr,
-    PAIR_TMA: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    q_rows, k_rows, v_rows, k_desc, v_desc, gate_rows, y_rows, low_rows, lse_ptr, table_ptr, sink_ptr, peaks_ptr, peak_unit,
+    pair, pair_desc, mask, packing, geometry, sq, sk, n_segments, V: tl.constexpr, LSE_ONLY: tl.constexpr,
+    BOUNDED: tl.constexpr, TMA: tl.constexpr, PAIR_TMA: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     block = row_block(packing, sq, sk, n_segments, geometry, V, BM)
     table_ptr = head_table(table_ptr, block.h, geometry, True)
@@ -47,6 +47,9 @@ def _fwd_kernel(
         row_sum = tl.full([BM], 1.0, tl.float32)
     BDV: tl.constexpr = V.BDV
     o = tl.zeros([BM, BDV], tl.float32)
+    # largest products of rows, negated where the scale is; of what is not s they need a look of their own
+    peak = tl.full([BM], float("-inf"), tl.float32)
+    APART: tl.constexpr = V.SOFTCAP or V.BIAS or V.PAIR > 0
     span = key_span(block, geometry, V, BN)
     key_tiles = tiles_of(sk, n_segments, V, BN)
     visits = visits_of(span, mask, block.b, block.h, block.tile, tl.num_programs(0), key_tiles, geometry, V, BN)
@@ -80,11 +83,17 @@ def _fwd_kernel(
                     reference = tl.maximum(tl.max(x, 1), LOWEST_REFERENCE) * (j0 == span.start)
                     x -= reference[:, None]
                     row_max += reference
+            if peaks_ptr is not None and APART:
+                product = t * peak_unit
+                peak = tl.maximum(peak, tl.max(tl.where(x == float("-inf"), x, product), 1))
             if BOUNDED:
                 p = tl.exp2(x)
                 row_sum += tl.sum(p, 1)
             else:
-                new_max = tl.maximum(row_max, tl.max(x, 1))
+                largest = tl.max(x, 1)
+                if peaks_ptr is not None and not APART:
+                    peak = tl.maximum(peak, largest)
+                new_max = tl.maximum(row_max, largest)
                 safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
                 # the difference first: an unchanged maximum must rescale by exactly 1
                 rescale = tl.exp2((row_max - safe_max) * unit)
@@ -101,14 +110,23 @@ def _fwd_kernel(
     lse2 = row_max + tl.log2(row_sum)
     if V.SINK:
         lse2 = tl.where(sink == float("inf"), sink, lse2)
-    lse_ptr += tl.cast(block.b * geometry.heads + block.h, tl.int64) * sq + block.row
-    tl.store(lse_ptr + tl.arange(0, BM), lse2 * LN2, mask=tl.arange(0, BM) < block.n_rows)
+    first_row = tl.cast(block.b * geometry.heads + block.h, tl.int64) * sq + block.row
+    lanes = tl.arange(0, BM)
+    tl.store(lse_ptr + first_row + lanes, lse2 * LN2, mask=lanes < block.n_rows)
+    if peaks_ptr is not None:
+        if not APART:
+            peak *= unit * LN2
+        tl.store(peaks_ptr + first_row + lanes, peak, mask=lanes < block.n_rows)
     if not LSE_ONLY:
         o = o / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
         if V.GATE:
             gate = own_tile(gate_rows, block, BM, V.DV, V.BDV)
             o = o * tl.sigmoid(gate.to(tl.float32))
         store_tile(at(y_rows, block.b, block.h, block.row), y_rows.row, block.n_rows, o, BM, V.DV, V.BDV)
+        if low_rows is not None:
+            # eq. 103
+            low = o - o.to(q.dtype).to(tl.float32)
+            store_tile(at(low_rows, block.b, block.h, block.row), low_rows.row, block.n_rows, low, BM, V.DV, V.BDV)
 
 
 def bounded(call: Call) -> bool:
@@ -121,24 +139,24 @@ def bounded(call: Call) -> bool:
     return within and not unbounded and not spec.rows and call.q.dtype != torch.float16
 
 
-def forward(call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def forward(call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     launch = Launch(call)
     y = launch.empty_rows(call.v.shape[-1], call.output_dtype)
+    kept = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) if save_u and call.keeps else None
+    peaks = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device) if call.max_logit else None
     if call.part is not None and call.part.lse is not None:
         lse = compact(call.part.lse)
     else:
         lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
-        softmax_of(launch, y, lse)
-    if call.tau is None:
-        return y, lse, None
-    u = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) if save_u else None
-    elastic_of(launch, lse, y, u)
-    return y, lse, u
+        softmax_of(launch, y, lse, None if call.tau is not None else kept, peaks)
+    if call.tau is not None:
+        elastic_of(launch, lse, y, kept)
+    return y, lse, kept, peaks
 
 
-def softmax_of(launch: Launch, y: Tensor, lse: Tensor) -> None:
-    """Fills lse, and y where tau does not ask for a second sweep."""
+def softmax_of(launch: Launch, y: Tensor, lse: Tensor, low: Tensor | None = None, peaks: Tensor | None = None) -> None:
+    """Fills lse and, where it is there, peaks; and y and its low half where tau does not ask for a second sweep."""
     call = launch.call
     lse_only = call.tau is not None
-    name, values = "lse" if lse_only else "forward", (lse, launch.table, launch.sink)
-    launch.start_rows(_fwd_kernel, name, (launch.gate, y), values, LSE_ONLY=lse_only, BOUNDED=bounded(call))
+    name, values = "lse" if lse_only else "forward", (lse, launch.table, launch.sink, peaks, float(call.scale))
+    launch.start_rows(_fwd_kernel, name, (launch.gate, y, low), values, LSE_ONLY=lse_only, BOUNDED=bounded(call))

@@ -42,6 +42,15 @@ class Terms(NamedTuple):
     cap_log2: Any
 
 
+class Extras(NamedTuple):
+    """What some callers want besides y and lse: the largest logits of rows (peaks.py) with the factor that makes them of raw
+    products, the low half of y (eq. 103)."""
+
+    peaks_ptr: Any
+    unit: Any
+    low_ptr: Any
+
+
 class Variant(NamedTuple):
     """What is compiled in: a kernel holds no trace of a term that the spec does not have."""
 
@@ -82,6 +91,10 @@ class Variant(NamedTuple):
     FULL_FIRST: bool = False
     # places for the intervals of key tiles, ST or more
     PLACES: int = 1
+    # how the largest logits are found (peaks.py)
+    PEAKS: int = 0
+    # columns of the low half of y, 0 where nobody keeps it
+    LOW: int = 0
 
 
 @arguments
@@ -133,6 +146,10 @@ class Forward(Sizes):
     mask_head: Maybe
     key_tiles: Maybe
     most: Maybe
+    extras: Maybe
+    low_stride_b: Maybe
+    low_stride_h: Maybe
+    low_stride_s: Maybe
     V: gl.constexpr
     buffers: Buffers
     k: Ring

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from backlight.backends.hopper.compat import arguments, warpgroup_mma_wait
 from backlight.backends.hopper.forward.overflow import largest_sum, stores_tile, ticket_of
+from backlight.backends.hopper.forward.peaks import first_peak, store_peaks, with_scores, with_weights
 from backlight.backends.hopper.forward.ring import hand_on_turn, release, ring_stage, skip_stage, wait_full, wait_turn
 from backlight.backends.hopper.forward.scores import (
     at_edge,
@@ -36,6 +37,7 @@ from backlight.backends.hopper.forward.steps import (
     row_totals,
     scores_of,
     start_scores,
+    store_low,
     store_rows,
     write_o,
 )
@@ -47,7 +49,7 @@ from backlight.backends.hopper.primitives import INF, WM, as_weights, rescaled, 
 class Rows:
     """What a warpgroup carries from block to block: O, weights of the last block (still to be multiplied by V), sums of rows.
 
-    rescale: what O has to be multiplied by before those weights are added.
+    rescale: what O has to be multiplied by before those weights are added. peak: see peaks.py.
     """
 
     o: gl.tensor
@@ -55,6 +57,7 @@ class Rows:
     row_max: gl.tensor
     row_sum: gl.tensor
     rescale: gl.tensor
+    peak: gl.tensor
 
 
 @gluon.jit
@@ -84,16 +87,17 @@ def rescaled_after(p, o, rescale, block, far_end):
 def first_block(p, q, view, row_max, row_sum, count):
     """`Rows` after the block that the mask may cut, the last one."""
     o = no_products(p.V.BDV)
-    s = scores_of(p, q, count)
+    products = scores_of(p, q, count)
     release_k(p, view, ring_stage(p.k, count), view.end - 1)
-    s = with_bias(p, view, scored(p, s, cap_of(p, s)), view.end - 1)
+    s = with_bias(p, view, scored(p, products, cap_of(p, products)), view.end - 1)
     if p.V.INTERVALS > 0:
         if at_edge(view, view.end - 1):
             s = hide_outside(p, view, s, count)
     elif p.V.MASKED:
         s = hide(p, s, view.position, view.end - 1, view.sk)
+    peak = with_scores(p, first_peak(p, view.i0), products, s)
     p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
-    return Rows(o, as_weights(p32, o, p.q_desc.dtype), row_max, row_sum, rescale)
+    return Rows(o, as_weights(p32, o, p.q_desc.dtype), row_max, row_sum, rescale, peak)
 
 
 @gluon.jit
@@ -114,8 +118,10 @@ def advance(p, q, view, rows, count, block, far_end, W: gl.constexpr):
     o_token = warpgroup_mma(rows.weights, p.v.tiles.index(previous), o, is_async=True)
     if p.V.PINGPONG:
         hand_on_turn(p, W)
+    peak = with_weights(p, rows.peak, rows.weights)
     s = warpgroup_mma_wait(1, deps=[s_token])
     release_k(p, view, stage, block)
+    products = s
     rescale = gl.full([WM], 1.0, gl.float32, gl.SliceLayout(1, s.type.layout))
     y = cap_of(p, s)
     if p.V.BIAS_KEEPS_MAX:
@@ -124,14 +130,18 @@ def advance(p, q, view, rows, count, block, far_end, W: gl.constexpr):
         s = seen_scores(p, view, s, y, block, count)
     if p.V.KEEP_FIRST_MAX:
         if block < far_end:
+            peak = with_scores(p, peak, products, s)
             p32, row_sum = first_max_step(p, s, y, row_max, row_sum)
         elif p.V.FULL_FIRST:
+            peak = with_scores(p, peak, products, s)
             p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
         else:
             s = seen_scores(p, view, s, y, block, count)
+            peak = with_scores(p, peak, products, s)
             p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
     else:
         s = seen_scores(p, view, s, y, block, count)
+        peak = with_scores(p, peak, products, s)
         p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
     if p.V.EARLY_P:
         new_weights = as_weights(p32, o, dtype)
@@ -145,7 +155,7 @@ def advance(p, q, view, rows, count, block, far_end, W: gl.constexpr):
     release(p.v, previous)
     if not p.V.LATE_RESCALE:
         o = rescaled_after(p, o, rescale, block, far_end)
-    return Rows(o, weights, row_max, row_sum, rescale)
+    return Rows(o, weights, row_max, row_sum, rescale, peak)
 
 
 @gluon.jit
@@ -161,15 +171,17 @@ def finish(p, rows, begin, far_end, count, turn, W: gl.constexpr):
     last = ring_stage(p.v, count - 1)
     wait_full(p.v, count - 1)
     o_token = warpgroup_mma(rows.weights, p.v.tiles.index(last), o, is_async=True)
+    peak = with_weights(p, rows.peak, rows.weights)
     total = row_totals(rows.row_sum, accumulator(p.V.BN))
     lse = lse_of(p, rows.row_max, total)
     # read again: registers are short in the loops
     place = place_of(p, turn & 3, W)
     ticket = ticket_of(p, turn & 3)
-    lse_ptr, keep = lse_target(p, place, total, ticket, largest_sum(p.q_desc.dtype), W)
+    offset, keep = lse_target(p, place, total, ticket, largest_sum(p.q_desc.dtype), W)
     if p.V.KEEP_FIRST_MAX and not p.V.SHARE_QO:
         release_q(p, turn, W)
-    gl.store(lse_ptr, gl.where(total == 0.0, -INF, lse), mask=keep)
+    gl.store(p.lse_ptr + offset, gl.where(total == 0.0, -INF, lse), mask=keep)
+    store_peaks(p, peak, rows.row_max, offset, keep)
     inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, o.type.layout), assert_trivial=True)
     inverse = gl.expand_dims(inverse, 1)
     if not p.V.GATE:
@@ -181,10 +193,11 @@ def finish(p, rows, begin, far_end, count, turn, W: gl.constexpr):
     if p.V.MASKED:
         # rows without a visible key: total is 0, and o may be 0 * inf
         o = gl.where(inverse == INF, 0.0, o)
-    write_o(p, o, turn, W)
+    o = write_o(p, o, turn, W)
     fence_async_shared()
     if stores_tile(p, ticket, W):
         store_rows(p, p.o_desc, place, p.buffers.o.index(W))
+        store_low(p, o, place)
     if p.V.SHARE_QO:
         tma.store_wait(0)
         release_q(p, turn, W)

@@ -60,9 +60,9 @@ def with_bias(p, view, s, block):
         here = view.column - block * s.shape[1]
         if (here > -s.shape[0]) & (here < p.n_bias + s.shape[1] - 1):
             if p.V.SOFTCAP:
-                s += bias_tile(view.table_ptr, here, p.n_bias, s, False) * p.terms.cap_log2
+                s = s + bias_tile(view.table_ptr, here, p.n_bias, s, False) * p.terms.cap_log2
             else:
-                s += bias_tile(view.table_ptr, here, p.n_bias, s, False)
+                s = s + bias_tile(view.table_ptr, here, p.n_bias, s, False)
     return s
 
 

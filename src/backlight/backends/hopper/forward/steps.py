@@ -72,11 +72,11 @@ def row_totals(row_sum, s_l: gl.constexpr):
 
 @gluon.jit
 def lse_target(p, place, total, ticket, LARGEST: gl.constexpr, W: gl.constexpr):
-    """(where lse of a warpgroup's rows goes, which rows are stored)."""
+    """(where a warpgroup's rows stand among all of lse, which of them are stored)."""
     numbers = place.i0 + gl.arange(0, WM, total.type.layout)
     lse_row = place.head.to(gl.int64) * p.sq + place.q_start
     keep = rows_to_store(p, total, numbers, place.sq, ticket, lse_row, place.i0, LARGEST, W)
-    return p.lse_ptr + lse_row + numbers, keep
+    return lse_row + numbers, keep
 
 
 @gluon.jit
@@ -92,11 +92,27 @@ def load_gate(p, W: gl.constexpr, turn):
 
 @gluon.jit
 def write_o(p, o, turn, W: gl.constexpr):
-    """O, gated, into the buffer that it leaves through."""
+    """O, gated, into the buffer that it leaves through; returned as it was before it was rounded."""
     if p.V.GATE:
         mbarrier.wait(p.buffers.gate_full.index(W), turn & 1)
         o = o * sigmoid(p.buffers.o.index(W).load(o.type.layout).to(gl.float32))
     p.buffers.o.index(W).store(o.to(p.q_desc.dtype))
+    return o
+
+
+@gluon.jit
+def store_low(p, o, place):
+    """What rounding takes from O (eq. 103), from registers: the buffer is in use."""
+    if p.V.LOW > 0:
+        rows = place.i0 + gl.arange(0, WM, gl.SliceLayout(1, o.type.layout))
+        columns = gl.expand_dims(gl.arange(0, p.V.BDV, gl.SliceLayout(0, o.type.layout)), 0)
+        first = place.b.to(gl.int64) * p.low_stride_b + place.h.to(gl.int64) * p.low_stride_h
+        row = gl.expand_dims(first + (place.q_start + rows).to(gl.int64) * p.low_stride_s, 1)
+        seen = gl.expand_dims(rows < place.sq, 1)
+        if p.V.LOW != p.V.BDV:
+            seen = seen & (columns < p.V.LOW)
+        dtype: gl.constexpr = p.q_desc.dtype
+        gl.store(p.extras.low_ptr + row + columns, (o - o.to(dtype).to(gl.float32)).to(dtype), mask=seen)
 
 
 @gluon.jit
