@@ -29,7 +29,9 @@ OPTIONS = {
     "pair_bias": None,
     "mask": None,
     "return_lse": False,
+    "return_max_logit": False,
     "deterministic": None,
+    "exact_delta": None,
     "backend": None,
     "context": None,
 }

@@ -316,7 +316,7 @@ def _attend(
     if context is not None or blocks:
         context = innermost(context)
     known = mask is not None and mask.borders is not None and context is None
-    if known and _documents().against(mask, tensors, packed, backend) is None:
+    if known and _documents().against(mask, tensors, packed, backend, options["deterministic"] == "batch") is None:
         return _attend_documents(mask, tensors, options, return_lse, backend)  # type: ignore[arg-type]
     # a context checks it itself, so that the other ranks hear of it
     if backend is not None and context is None:
@@ -398,6 +398,7 @@ class Explanation:
 
     tiles: with a mask, the shares of tiles of `TILE` rows and keys that are empty (left out), full (not masked) and partial.
     documents: with a mask of documents that knows their lengths, whether the call runs packed, and why.
+    order: with deterministic="batch", by what the order of sums is kept apart from the rest of the batch.
     """
 
     chosen: str | None
@@ -405,6 +406,7 @@ class Explanation:
     reasons: dict[str, tuple[str, ...]]
     tiles: tuple[float, float, float] | None = None
     documents: str | None = None
+    order: str | None = None
 
     def __str__(self) -> str:
         lines = []
@@ -420,6 +422,8 @@ class Explanation:
             lines.append(f"mask: of tiles of {TILE[0]} x {TILE[1]}, {empty} are empty, {full} full and {partial} partial")
         if self.documents is not None:
             lines.append(f"mask: {self.documents}")
+        if self.order is not None:
+            lines.append(f'deterministic="batch": {self.order}')
         return "\n".join(lines)
 
 
@@ -454,7 +458,9 @@ def explain(
         call, reasons = context.explain(partial(bound, sharded=True), backend)
     wanted = reasons if backend is None else {backend: reasons[backend]}
     chosen = next((name for name, why in wanted.items() if not why), None)
-    return Explanation(chosen, None if chosen is None else registry.get(chosen).config(call), reasons, tiles, said)
+    config = None if chosen is None else registry.get(chosen).config(call)
+    order = registry.get(chosen).order if chosen is not None and call.batch_invariant else None
+    return Explanation(chosen, config, reasons, tiles, said, order)
 
 
 def _as_documents(
@@ -465,7 +471,7 @@ def _as_documents(
         return call, None
     documents = _documents()
     tensors, options, packed = bound.args
-    reason = documents.against(mask, tensors, packed, backend)
+    reason = documents.against(mask, tensors, packed, backend, call.batch_invariant)
     if reason is not None:
         return call, f"documents of known lengths run by their intervals, not packed, because {reason}"
     tensors, options, packed = documents.as_packed(mask, tensors, {"causal": False} | options)

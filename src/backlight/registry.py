@@ -40,6 +40,8 @@ class Backend(Protocol):
     summary: str
     # the features it knows, of `spec.FEATURES`; "part": fp32 results that are still to be summed over keys elsewhere
     takes: frozenset[str]
+    # what of a batch-invariant call keeps a sequence apart from the others (eq. 79), in words
+    order: str
 
     def available(self) -> tuple[str, ...]:
         """Reasons this machine cannot run the backend at all; empty = it can."""

@@ -18,6 +18,7 @@ class TiledBackend:
     takes = frozenset(
         {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed", "part"}
     )
+    order = "products of one sequence at a time; tiles of packed ones do not go by their lengths"
     # a new term has no derivatives until it is named here too
     twice = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed"})
     derivatives: ClassVar = {"tangent": twice | {"part"}, "second": twice}

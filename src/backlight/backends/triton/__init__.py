@@ -53,6 +53,7 @@ class TritonBackend:
     takes = frozenset(
         {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed", "part"}
     )
+    order = "a program for each tile of a sequence, no sum across programs; dq, dk and dv from kernels of their own"
     # a new term has no derivatives until it is named here too
     twice = frozenset({"causal", "window", "softcap", "bias", "sink", "gate", "rows", "pos", "packed"})
     derivatives: ClassVar[dict[str, frozenset[str]]] = {
