@@ -58,7 +58,7 @@ def check(call: Call, backend: Any) -> None:
     """The largest logit, and y with its low half, against float64 on the rows of one head."""
     y, _, low, peaks = backend.forward(replace(call, max_logit=True, exact_delta=call.tau is None), True)
     found = peaks.amax((0, 2))
-    plain = call.sink is None and call.spec.softcap is None and call.bias is None
+    plain = call.tau is None and call.sink is None and call.spec.softcap is None and call.bias is None
     rows = slice(call.q.shape[2] - 256, call.q.shape[2])
     wanted = torch.full_like(found, -torch.inf).double()
     for b in range(call.q.shape[0]):

@@ -11,7 +11,15 @@ import numpy as np
 import torch
 
 PATIENCE = 20.0
-DTYPES = {"fp16": np.float16, "fp32": np.float32, "int32": np.int32, "int64": np.int64, "int1": np.bool_, "uint32": np.uint32}
+DTYPES = {
+    "fp16": np.float16,
+    "fp32": np.float32,
+    "int16": np.int16,
+    "int32": np.int32,
+    "int64": np.int64,
+    "int1": np.bool_,
+    "uint32": np.uint32,
+}
 OF_TORCH = {torch.float16: "fp16", torch.float32: "fp32", torch.int32: "int32", torch.int64: "int64"}
 
 

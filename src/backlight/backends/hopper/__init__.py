@@ -70,7 +70,9 @@ class HopperBackend:
     name = "hopper"
     summary = "Hopper GPUs (sm_90), fp16 bf16: TMA and wgmma, FlashAttention-3's structure"
     takes = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "rows", "packed"})
-    order = "tiles of packed sequences do not go by their mean length; dq from a kernel that owns rows, so seven products, not five"
+    order = (
+        "tiles of packed sequences do not go by their mean length; dq from a kernel that owns rows, so seven products, not five"
+    )
     derivatives = dict.fromkeys(("tangent",), frozenset({"causal", "window", "packed"}))
 
     def available(self) -> tuple[str, ...]:

@@ -95,6 +95,8 @@ class Variant(NamedTuple):
     PEAKS: int = 0
     # columns of the low half of y, 0 where nobody keeps it
     LOW: int = 0
+    # it leaves through shared memory, as O does
+    LOW_SHARED: bool = False
 
 
 @arguments
@@ -109,6 +111,7 @@ class Buffers:
     q: gl.shared_memory_descriptor
     o: gl.shared_memory_descriptor
     u: Maybe
+    low: Maybe
     tile: gl.shared_memory_descriptor
     overflow: Maybe
     intervals: Maybe
@@ -147,6 +150,7 @@ class Forward(Sizes):
     key_tiles: Maybe
     most: Maybe
     extras: Maybe
+    low_desc: Maybe
     low_stride_b: Maybe
     low_stride_h: Maybe
     low_stride_s: Maybe

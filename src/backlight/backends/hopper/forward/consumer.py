@@ -30,6 +30,7 @@ from backlight.backends.hopper.forward.steps import (
     accumulator,
     first_head,
     load_gate,
+    low_half,
     lse_target,
     next_head,
     no_products,
@@ -181,7 +182,7 @@ def finish(p, rows, begin, far_end, count, turn, W: gl.constexpr):
     if p.V.KEEP_FIRST_MAX and not p.V.SHARE_QO:
         release_q(p, turn, W)
     gl.store(p.lse_ptr + offset, gl.where(total == 0.0, -INF, lse), mask=keep)
-    store_peaks(p, peak, rows.row_max, offset, keep)
+    store_peaks(p, peak, rows.row_max, place.head, offset, keep)
     inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, o.type.layout), assert_trivial=True)
     inverse = gl.expand_dims(inverse, 1)
     if not p.V.GATE:
@@ -194,9 +195,13 @@ def finish(p, rows, begin, far_end, count, turn, W: gl.constexpr):
         # rows without a visible key: total is 0, and o may be 0 * inf
         o = gl.where(inverse == INF, 0.0, o)
     o = write_o(p, o, turn, W)
+    if p.V.LOW_SHARED:
+        p.buffers.low.index(W).store(low_half(p, o))
     fence_async_shared()
     if stores_tile(p, ticket, W):
         store_rows(p, p.o_desc, place, p.buffers.o.index(W))
+        if p.V.LOW_SHARED:
+            store_rows(p, p.low_desc, place, p.buffers.low.index(W))
         store_low(p, o, place)
     if p.V.SHARE_QO:
         tma.store_wait(0)

@@ -119,7 +119,7 @@ def store_lse(p, row_max, row_sum, peak, turn, W: gl.constexpr):
     place = place_of(p, turn & 3, W)
     offset, keep = lse_target(p, place, total, ticket_of(p, turn & 3), LARGEST_SUM, W)
     gl.store(p.lse_ptr + offset, lse, mask=keep)
-    store_peaks(p, peak, row_max, offset, keep)
+    store_peaks(p, peak, row_max, place.head, offset, keep)
     return total, lse, place.head
 
 

@@ -16,6 +16,7 @@ from backlight.backends.hopper.config import (
     heads_together,
     intervals_of,
     is_masked,
+    low_in_memory,
     share_q_and_o,
 )
 from backlight.backends.hopper.forward import peaks as peak_ways
@@ -50,8 +51,8 @@ class Schedule:
         return cls(config, row_tiles, n_tiles, programs, uneven, uneven and config.drawn and programs < n_tiles)
 
 
-def config_of(call: Call) -> ForwardConfig:
-    return forward_config(call) if call.tau is None else elastic_config(call)
+def config_of(call: Call, low: bool) -> ForwardConfig:
+    return forward_config(call, low) if call.tau is None else elastic_config(call)
 
 
 def scale_of(call: Call) -> Scale:
@@ -96,6 +97,7 @@ def variant_of(launch: Launch, schedule: Schedule, save_u: bool, keeps_low: bool
         PLACES=places_of(launch, config, intervals),
         PEAKS=way_of_peaks(call, keep_first_max).value,
         LOW=launch.dv if keeps_low else 0,
+        LOW_SHARED=keeps_low and not share and low_in_memory(config, launch.bd, launch.bdv, intervals),
     )
 
 
@@ -103,8 +105,8 @@ def way_of_peaks(call: Call, keep_first_max: bool) -> Any:
     """How the largest logits of rows are found."""
     if not call.max_logit:
         return peak_ways.NO_PEAKS
-    apart = call.spec.softcap is not None or call.spec.bias or call.spec.sink
-    if apart or (keep_first_max and call.spec.tau):
+    apart = call.spec.softcap is not None or call.spec.bias
+    if apart or (keep_first_max and call.spec.tau) or (call.spec.sink and not keep_first_max):
         return peak_ways.BY_SCORES
     return peak_ways.BY_WEIGHTS if keep_first_max else peak_ways.BY_MAXIMUM
 
@@ -127,7 +129,7 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
         nothing = None if peaks is None else peaks.fill_(-torch.inf)
         return y.zero_(), lse.copy_(torch.as_tensor(empty)), None if kept is None else kept.zero_(), nothing
     u, low = (kept, None) if call.tau is not None else (None, kept)
-    schedule = launch.once("forward", lambda: Schedule.of(launch, config_of(call)))
+    schedule = launch.once("forward", lambda: Schedule.of(launch, config_of(call, low is not None)))
     cu_q, cu_k, first_tiles, n_segments = launch.packing(call.cu_seqlens_q, schedule.config.block_m)
     tiles = visited_tiles(launch, schedule, cu_q, cu_k, first_tiles)
     counter = launch.counter(schedule.dynamic)
@@ -136,6 +138,7 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
 
     def describe() -> dict[str, Any]:
         config, cap = schedule.config, call.spec.softcap
+        variant = variant_of(launch, schedule, u is not None, low is not None)
         args = [
             launch.rows(call.q, 64, launch.bd),
             launch.rows(call.k, config.block_n, launch.bd),
@@ -156,10 +159,11 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
             None if call.bias is None else call.bias.shape[1],
             None if call.bias is None else call.spec.bias_origin,
             *mask_arguments(launch, schedule, tiles),
-            Extras(peaks, None if peaks is None else float(call.scale), low),
-            *((None,) * 3 if low is None else low.stride()[:3]),
+            Extras(peaks, None if peaks is None else float(call.scale), None if variant.LOW_SHARED else low),
+            launch.rows(low, 64, launch.bdv) if low is not None and variant.LOW_SHARED else None,
+            *((None,) * 3 if low is None or variant.LOW_SHARED else low.stride()[:3]),
         ]
-        constants = {"V": variant_of(launch, schedule, u is not None, low is not None)}
+        constants = {"V": variant}
         options = {"num_warps": 4, "maxnreg": 168 if config.consumers == 2 else 128}
         if call.tau is not None:
             # two sweeps share a tile's values

@@ -101,9 +101,16 @@ def write_o(p, o, turn, W: gl.constexpr):
 
 
 @gluon.jit
+def low_half(p, o):
+    """What rounding takes from O (eq. 103)."""
+    dtype: gl.constexpr = p.q_desc.dtype
+    return (o - o.to(dtype).to(gl.float32)).to(dtype)
+
+
+@gluon.jit
 def store_low(p, o, place):
-    """What rounding takes from O (eq. 103), from registers: the buffer is in use."""
-    if p.V.LOW > 0:
+    """The low half of O from registers, where shared memory has no room."""
+    if p.V.LOW > 0 and not p.V.LOW_SHARED:
         rows = place.i0 + gl.arange(0, WM, gl.SliceLayout(1, o.type.layout))
         columns = gl.expand_dims(gl.arange(0, p.V.BDV, gl.SliceLayout(0, o.type.layout)), 0)
         first = place.b.to(gl.int64) * p.low_stride_b + place.h.to(gl.int64) * p.low_stride_h
@@ -111,8 +118,7 @@ def store_low(p, o, place):
         seen = gl.expand_dims(rows < place.sq, 1)
         if p.V.LOW != p.V.BDV:
             seen = seen & (columns < p.V.LOW)
-        dtype: gl.constexpr = p.q_desc.dtype
-        gl.store(p.extras.low_ptr + row + columns, (o - o.to(dtype).to(gl.float32)).to(dtype), mask=seen)
+        gl.store(p.extras.low_ptr + row + columns, low_half(p, o), mask=seen)
 
 
 @gluon.jit
