@@ -79,3 +79,36 @@ def test_a_compact_picture_draws_the_same() -> None:
         "</g>",
         "</svg>",
     ]
+
+
+def test_neighbours_of_one_style_say_it_once_and_straight_lines_name_one_coordinate() -> None:
+    row = '<path d="M 1 2 L 9 2 L 9 4" clip-path="url(#box)" style="stroke: #b0b0b0"/>'
+    glass = '<path d="M 0 0 L 1 1" style="opacity: 0.5"/>'
+    words = """<text style="font: 8px 'DejaVu Sans', 'Bitstream Vera Sans', sans-serif" transform="rotate(-0 3 4)">S</text>"""
+    sheet = '<defs><style type="text/css">*{}</style></defs>'
+    drawn = f'<svg xmlns="http://www.w3.org/2000/svg">{sheet}{2 * row}{2 * glass}{words}</svg>'
+    small = COMPACT[".svg"](drawn)
+    assert small.splitlines()[1:] == [
+        ".s0{stroke:#b0b0b0}",
+        ".s1{opacity:0.5}",
+        ".s2{font:8px 'DejaVu Sans',Verdana,sans-serif}</style>",
+        "</defs>",
+        '<g clip-path="url(#n0)" class="s0"><path d="M1 2H9V4"/>',
+        '<path d="M1 2H9V4"/>',
+        "</g>",
+        '<path d="M0 0L1 1" class="s1"/>',
+        '<path d="M0 0L1 1" class="s1"/>',
+        '<text class="s2">S</text>',
+        "</svg>",
+    ]
+    assert COMPACT[".svg"](small) == small
+
+
+def test_a_long_curve_ends_where_it_ended() -> None:
+    points = [(1.04 * number, 50 + (-1) ** number * 0.333 * number) for number in range(40)]
+    drawn = f'<svg xmlns="http://www.w3.org/2000/svg"><path d="M{"L".join(f"{x} {y}" for x, y in points)}"/></svg>'
+    (line,) = re.findall(r'd="M([^"]+)"', COMPACT[".svg"](drawn))
+    numbers = [float(number) for number in re.findall(r"-?[\d.]+", line)]
+    x, y = sum(numbers[0::2]), sum(numbers[1::2])
+    assert (x, y) == pytest.approx(points[-1], abs=0.051)
+    assert len(line) < 400

@@ -2,7 +2,7 @@
 
 A record (.json) gets a line for each case and row instead of one for each number, and keeps seven digits of what is not whole:
 a card's clock has no more to tell; in benchmarks/results it is compressed as well, as FILE.json.gz. A picture (.svg) loses what
-nobody sees; no point moves by a hundredth of its unit or more.
+nobody sees; no point moves by a hundredth of its unit or more, and none of a long curve by more than a twentieth.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -20,6 +21,9 @@ from xml.etree.ElementTree import Element
 SVG, LINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 ElementTree.register_namespace("", SVG)
 ElementTree.register_namespace("xlink", LINK)
+
+# a curve of so many points is written in steps of tenths
+LONG = 16
 
 
 def _line(value: Any) -> str:
@@ -47,11 +51,14 @@ def picture(text: str) -> str:
     root = ElementTree.fromstring(text)
     used = re.findall(r'(?:href="|url\()#([\w.-]+)', text)
     names = {name: f"n{number}" for number, name in enumerate(dict.fromkeys(used))}
-    styles: dict[str, str] = {}
-    _shorten(root, names, styles)
     sheet = root.find(f"{{{SVG}}}defs/{{{SVG}}}style")
+    rules = "" if sheet is None else sheet.text or ""
+    # those of a picture that was made small before
+    styles = {style: name for name, style in re.findall(r"\n\.(s\d+)\{(.*)\}", rules)}
+    known = len(styles)
+    _shorten(root, names, styles)
     if sheet is not None:
-        sheet.text = (sheet.text or "") + "".join(f"\n.{name}{{{style}}}" for style, name in styles.items())
+        sheet.text = rules.strip() + "".join(f"\n.{name}{{{style}}}" for style, name in list(styles.items())[known:])
     return ElementTree.tostring(root, encoding="unicode").replace(" />", "/>").strip() + "\n"
 
 
@@ -77,6 +84,35 @@ def _shorten(element: Element, names: dict[str, str], styles: dict[str, str]) ->
         if child.tag == f"{{{SVG}}}g" and not child.attrib:
             place = list(element).index(child)
             element[place : place + 1] = list(child)
+    _gather(element, {name for style, name in styles.items() if re.search(r"(^|;)opacity:", style)})
+
+
+def _gather(element: Element, translucent: set[str]) -> None:
+    """Neighbours of one style and one clip become a group that says so once."""
+    runs: list[list[Element]] = []
+    for child in element:
+        look = _look(child, translucent)
+        if look and runs and look == _look(runs[-1][0], translucent):
+            runs[-1].append(child)
+        else:
+            runs.append([child])
+    for run in runs:
+        if len(run) > 1:
+            group = Element(f"{{{SVG}}}g", dict(_look(run[0], translucent)))
+            group.tail = "\n"
+            place = list(element).index(run[0])
+            element[place : place + len(run)] = [group]
+            for child in run:
+                for key in group.attrib:
+                    del child.attrib[key]
+                group.extend([child] if child.attrib else list(child))
+
+
+def _look(element: Element, translucent: set[str]) -> dict[str, str]:
+    """What a group may say for it: nothing if others name it, if it is see-through as a whole, or if it moves its clip."""
+    look = {key: element.attrib[key] for key in ("clip-path", "class") if key in element.attrib}
+    named = "id" in element.attrib or look.get("class") in translucent
+    return {} if named or "class" not in look or {"clip-path", "transform"} <= element.attrib.keys() else look
 
 
 def _shorter(key: str, value: str, names: dict[str, str]) -> str:
@@ -87,10 +123,46 @@ def _shorter(key: str, value: str, names: dict[str, str]) -> str:
         return re.sub(r"\s", "", value)
     value = re.sub(r"#([\w.-]+)", lambda found: f"#{names.get(found[1], found[1])}", value)
     if key == "style":
-        return value.replace(": ", ":").replace("; ", ";")
-    if key == "d":
-        value = re.sub(r"\s*([A-Za-z])\s*", r"\1", value).strip()
-    return re.sub(r"\d+\.\d{3,}", _rounded, value)
+        value = value.replace(": ", ":").replace("; ", ";")
+        # Verdana, because text was laid out in DejaVu's widths and they are Verdana's
+        value = re.sub(r"(font(?:-family)?:[^;]*'DejaVu Sans'), [^;]*sans-serif", r"\1,Verdana,sans-serif", value)
+        return re.sub(r"(font(?:-family)?:[^;]*'DejaVu Sans Mono'), [^;]*monospace", r"\1,monospace", value)
+    if key == "transform" and value.startswith("rotate(-0 "):
+        return ""
+    if key != "d":
+        return re.sub(r"\d+\.\d{3,}", _rounded, value)
+    value = re.sub(r"\s*([A-Za-z])\s*", r"\1", value).strip()
+    if value.count("L") >= LONG and re.fullmatch(r"M[-\d. L]+", value):
+        return _stepped(value)
+    return _straight(re.sub(r"\d+\.\d{3,}", _rounded, value))
+
+
+def _straight(path: str) -> str:
+    """Lines along an axis name one coordinate only."""
+    corners = re.findall(r"([ML])(-?[\d.]+) (-?[\d.]+)", path)
+    if "".join(f"{kind}{x} {y}" for kind, x, y in corners) != path.rstrip("z"):
+        return path
+    here, words = ("", ""), []
+    for kind, x, y in corners:
+        along = kind == "L" and (x == here[0] or y == here[1])
+        words.append(f"{kind}{x} {y}" if not along else f"V{y}" if x == here[0] else f"H{x}")
+        here = x, y
+    return "".join(words) + "z" * path.count("z")
+
+
+def _stepped(path: str) -> str:
+    """A long curve as steps of whole tenths, each from where the last one ended, so that errors do not add up."""
+    words = []
+    for curve in path[1:].split("M"):
+        tenths = [tuple(round(10 * float(number)) for number in point.split()) for point in curve.split("L")]
+        steps = [(x - left, y - above) for (left, above), (x, y) in pairwise(tenths)]
+        words.append("M" + " ".join(_tenths(number) for number in tenths[0]) + "l")
+        words.append(" ".join(_tenths(number) for step in steps if step != (0, 0) for number in step))
+    return re.sub(r" -", "-", "".join(words))
+
+
+def _tenths(number: int) -> str:
+    return f"{number / 10:g}".replace("0.", ".", 1) if abs(number) < 10 else f"{number / 10:g}"
 
 
 def _rounded(found: re.Match[str]) -> str:
@@ -99,6 +171,11 @@ def _rounded(found: re.Match[str]) -> str:
 
 
 COMPACT: dict[str, Callable[[str], str]] = {".json": record, ".svg": picture}
+
+
+def crisp(cells: Any) -> Any:
+    """Cells for `imshow(interpolation="none")`, a few pixels each: a viewer that smooths what it enlarges keeps the edges."""
+    return cells.numpy().repeat(4, 0).repeat(4, 1)
 
 
 def shrink(path: Path) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import matplotlib
 import torch
-from compact import shrink
+from compact import crisp, shrink
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
@@ -24,7 +24,7 @@ SIGNED = LinearSegmentedColormap.from_list("signed", ["#0b4f8a", "#5aa5d6", "#ff
 
 def matrix(axes: Axes, values: Tensor, title: str, note: str) -> None:
     limit = float(values.abs().max())
-    axes.imshow(values.numpy(), cmap=SIGNED, vmin=-limit, vmax=limit, interpolation="nearest")
+    axes.imshow(crisp(values), cmap=SIGNED, vmin=-limit, vmax=limit, interpolation="none")
     axes.set(xticks=[], yticks=[])
     axes.set_title(title, fontsize=10, fontweight="bold", color=INK)
     axes.set_xlabel(note, fontsize=7.5, color=GREY)
@@ -105,7 +105,7 @@ def tiles() -> Figure:
 
 def main() -> None:
     images = Path(__file__).parents[1] / "docs" / "images"
-    with matplotlib.rc_context({"svg.hashsalt": "backlight", "svg.fonttype": "path", "font.size": 8}):
+    with matplotlib.rc_context({"svg.hashsalt": "backlight", "svg.fonttype": "none", "font.size": 8}):
         for draw in (jacobian, elastic, tiles):
             path = images / f"{draw.__name__}.svg"
             draw().savefig(path, metadata={"Date": None})

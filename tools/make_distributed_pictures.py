@@ -12,7 +12,7 @@ from functools import cache
 
 import matplotlib
 import torch
-from compact import shrink
+from compact import crisp, shrink
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from records import RESULTS, ROOT, load, newest
@@ -191,7 +191,7 @@ def layouts_picture() -> Figure:
             for start, end in ranges:
                 owner[start:end] = rank
         shown = torch.where(visible, owner[:, None], torch.nan)
-        axes.imshow(shown.numpy(), cmap=ListedColormap(RANK_COLOURS), vmin=-0.5, vmax=world - 0.5, interpolation="nearest")
+        axes.imshow(crisp(shown), cmap=ListedColormap(RANK_COLOURS), vmin=-0.5, vmax=world - 0.5, interpolation="none")
         axes.set(xticks=[], yticks=[], xlabel="keys", ylabel="rows, coloured by rank")
         axes.set_title(layout, fontsize=10, fontweight="bold")
         work[layout] = [Shards(CAUSAL, layout, world, length, length).pairs(rank) for rank in range(world)]
@@ -234,7 +234,7 @@ def scale_picture() -> Figure:
 
 
 def main() -> None:
-    matplotlib.rcParams["svg.hashsalt"] = "backlight"
+    matplotlib.rcParams |= {"svg.hashsalt": "backlight", "svg.fonttype": "none"}
     for name, figure in (("layouts", layouts_picture()), ("scale", scale_picture())):
         path = ROOT / "docs" / "images" / f"distributed-{name}.svg"
         figure.savefig(path, metadata={"Date": None})

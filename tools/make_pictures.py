@@ -10,7 +10,7 @@ from pathlib import Path
 
 import matplotlib
 import torch
-from compact import shrink
+from compact import crisp, shrink
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
@@ -43,7 +43,7 @@ def heat(axes: Axes, values: Tensor, signed: bool, hidden: Tensor | None, xlabel
     limit = float(values.abs().max()) or 1.0
     shown = values.masked_fill(hidden, torch.nan) if hidden is not None else values
     colours = (SIGNED if signed else STRENGTH).with_extremes(bad=HIDDEN)
-    axes.imshow(shown.numpy(), cmap=colours, vmin=-limit if signed else 0, vmax=limit, interpolation="nearest")
+    axes.imshow(crisp(shown), cmap=colours, vmin=-limit if signed else 0, vmax=limit, interpolation="none")
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.set_xticks([])
@@ -54,7 +54,7 @@ def heat(axes: Axes, values: Tensor, signed: bool, hidden: Tensor | None, xlabel
 
 def paint(axes: Axes, where: Tensor, colour: str) -> None:
     cells = torch.ones(where.shape).masked_fill(~where, torch.nan)
-    axes.imshow(cells.numpy(), cmap=LinearSegmentedColormap.from_list("one", [colour, colour]), interpolation="nearest")
+    axes.imshow(crisp(cells), cmap=LinearSegmentedColormap.from_list("one", [colour, colour]), interpolation="none")
 
 
 def name(axes: Axes, quantity: str, formula: str, note: str) -> None:
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--png", action="store_true", help="also write a PNG, to look at")
     arguments = parser.parse_args()
     images = Path(__file__).parents[1] / "docs" / "images"
-    with matplotlib.rc_context({"svg.hashsalt": "backlight", "svg.fonttype": "path", "font.size": 8}):
+    with matplotlib.rc_context({"svg.hashsalt": "backlight", "svg.fonttype": "none", "font.size": 8}):
         figure = backward_figure()
         figure.savefig(images / "backward.svg", dpi=220, metadata={"Date": None})
         shrink(images / "backward.svg")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Originals:
 
     def __init__(self) -> None:
         self.called: list[str] = []
+        self.within: Callable[[], object] = lambda: None
         self.library = torch.library.Library("aten", "IMPL")
         for name in FLASH_OPERATORS:
             if hasattr(aten, name):
@@ -39,6 +40,8 @@ class Originals:
     def named(self, name: str) -> Any:
         def original(*args: Any, **kwargs: Any) -> Any:
             self.called.append(name)
+            if name.startswith("_scaled"):
+                self.within()
             if name.endswith("backward"):
                 return tuple(torch.full_like(x, 7.0) for x in args[1:4])
             q = args[0]
@@ -188,6 +191,17 @@ def test_dropout_is_for_torch_in_both_directions(counts: Counts, originals: Orig
     assert originals.called == ["_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"]
     assert counts == Counts(0, 0, counts.fallbacks)
     assert dict(counts.fallbacks) == {"dropout_p is not 0": 2}
+
+
+def test_torchs_own_within_torchs_own_is_one_call(counts: Counts, originals: Originals) -> None:
+    """As torch's kernel for SDPA does, which calls the operator beneath it."""
+    q = torch.randn(1, 2, 9, 16)
+    originals.within = lambda: aten._flash_attention_forward(q, q, q, None, None, 9, 9, 0.5, False, False)
+    aten._scaled_dot_product_flash_attention(q, q, q, 0.5)
+    assert originals.called == ["_scaled_dot_product_flash_attention", "_flash_attention_forward"]
+    assert dict(counts.fallbacks) == {"dropout_p is not 0": 1}
+    aten._scaled_dot_product_flash_attention(q, q, q)
+    assert counts.forward == 1
 
 
 def test_what_else_is_for_torch(counts: Counts, originals: Originals, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,7 +282,7 @@ def _draw(data: dict[str, Any], path: Path) -> None:
         return
     from backlight.bench.plots import draw
 
-    for picture in draw(data, path.parent, path.stem):
+    for picture in draw(data, path.parent, path.name.removesuffix(".gz").removesuffix(".json")):
         _written(picture)
 
 

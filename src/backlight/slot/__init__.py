@@ -7,6 +7,7 @@ its autograd formulas, compiled graphs and captures alike; what no kernel of our
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ NO_REGISTRY = (
 )
 
 _counts = Counts()
+_torchs_own = threading.local()
 
 
 def activate() -> Counts:
@@ -125,10 +127,17 @@ def registered(key: str, answers: Answers) -> Any:
 
 def _ours_or(original: Any, ours: Callable[..., Any], counts: Counts) -> Callable[..., Any]:
     def operator(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        # torch's operators for SDPA call those for flash attention: one call, decided once
+        if getattr(_torchs_own, "running", False):
+            return original.call_boxed(keys, *args, **kwargs)
         try:
             return ours(*args, **kwargs)
         except TorchsOwn as reason:
             counts.fallbacks[str(reason)] += 1
-        return original.call_boxed(keys, *args, **kwargs)
+        _torchs_own.running = True
+        try:
+            return original.call_boxed(keys, *args, **kwargs)
+        finally:
+            _torchs_own.running = False
 
     return operator
