@@ -16,9 +16,9 @@ from torch import Tensor
 
 from backlight._private.torch import any_autocast
 from backlight.arguments import shown
-from backlight.call import Call, Manner, Memory, call_with, layout_of, manner_of
+from backlight.call import Call, Memory, call_with, layout_of, manner_of
 from backlight.checking import check, check_is_tensor, check_ranks
-from backlight.spec import LARGEST, SEQUENCE_OF, TENSOR_NAMES, TENSORS, TERM_NAMES, AttentionSpec
+from backlight.spec import LARGEST, SEQUENCE_OF, TENSOR_NAMES, TENSORS, TERM_NAMES, AttentionSpec, Manner
 
 Window = tuple[int | None, int | None]
 # keywords that `make_manner` takes

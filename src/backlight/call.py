@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from backlight.spec import LEARNED, TENSOR_NAMES, AttentionSpec, Segment, packed_segments
+from backlight.spec import LEARNED, TENSOR_NAMES, AttentionSpec, Manner, Segment, packed_segments
 
 Known = TypeVar("Known")
 
@@ -38,21 +38,6 @@ class Part:
     lse: Tensor | None = None
     n: Tensor | None = None
     tlse: Tensor | None = None
-
-
-class Manner(NamedTuple):
-    """How a call is computed, whatever it computes.
-
-    deterministic:   the same call gives the same bits.
-    batch_invariant: a sequence gives the same bits whatever else is in the call (eq. 79); deterministic, too.
-    exact_delta:     the forward keeps what rounding took from y, for the delta of the backward (eq. 103).
-    max_logit:       the forward returns the largest logit of each row, too (eq. 72).
-    """
-
-    deterministic: bool = False
-    batch_invariant: bool = False
-    exact_delta: bool = False
-    max_logit: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from backlight import rules, running
 from backlight._private.torch import forward_mode, tracing, transforms_active
-from backlight.call import Call, Manner, call_with
+from backlight.call import Call, call_with
 from backlight.derivatives import NO_TANGENT_IN_GRAPH
-from backlight.spec import GRADIENTS, LEARNED, TENSOR_NAMES, TENSORS, TERM_NAMES, AttentionSpec
+from backlight.spec import GRADIENTS, LEARNED, TENSOR_NAMES, TENSORS, TERM_NAMES, AttentionSpec, Manner
 
 SCHEMA = ", ".join(f"Tensor{'?' if each.optional else ''} {each.name}" for each in TENSORS)
 SCALARS = (

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight.call import Manner
 from backlight.derivatives import NO_FORWARD_TWICE, NO_THIRD, Guard
-from backlight.spec import LEARNED, TENSOR_NAMES
+from backlight.spec import LEARNED, TENSOR_NAMES, Manner
 
 # causal, both ends of the window, scale, softcap and bias_origin; trusted, backend
 N_TENSORS, N_SCALARS, N_LEARNED = len(TENSOR_NAMES), 6 + len(Manner._fields) + 2, len(LEARNED)
