@@ -262,6 +262,8 @@ REPLACED = {
     "warpgroup_mma_wait": warpgroup_mma_wait,
     "fence_async_shared": lambda *args: None,
     "peek": language.load,
+    "acquired": language.load,
+    "arrived": lambda: store_wait(0),
     "per_thread": lambda shape, layout: 32,
     "weights16": lambda weight, dtype: np.maximum(weight, 0).to(dtype),
     "survivors": lambda weight, bar, dtype: (weight > bar).to(dtype),

@@ -221,6 +221,7 @@ class BackwardConfig:
     narrow:     a partition for each warpgroup, 128 x 128 tiles (`backward/narrow/`).
     persistent: one CTA per multiprocessor draws key tiles; otherwise one CTA per tile.
     together:   key heads whose tiles interleave (0: by the mask).
+    ordered:    deterministic calls add dq in a fixed order (`backward/order.py`), where that can be had.
     """
 
     block_m: int
@@ -232,6 +233,7 @@ class BackwardConfig:
     narrow: bool = False
     persistent: bool = True
     together: int = 0
+    ordered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
