@@ -172,7 +172,8 @@ def attention(
     }
     rows, pos = (None, None) if mask is None else mask_tensors(mask)
     tensors = (q, k, v, bias, sink, tau, gate, pair_bias, rows, pos, None, None)
-    return _wanted(_attend(tensors, options, False, return_lse, backend, context, mask), return_lse, return_max_logit)
+    found = _attend(tensors, options, False, return_lse, backend, context, mask)
+    return _wanted(found, return_lse, return_max_logit) if return_lse or return_max_logit else found[0]
 
 
 @overload
@@ -282,18 +283,20 @@ def attention_varlen(
     }
     rows, pos = (None, None) if mask is None else mask_tensors(mask)
     tensors = (q, k, v, bias, sink, tau, gate, pair_bias, rows, pos, cu_seqlens_q, cu_seqlens_k)
-    return _wanted(_attend(tensors, options, True, return_lse, backend, context), return_lse, return_max_logit)
+    found = _attend(tensors, options, True, return_lse, backend, context)
+    return _wanted(found, return_lse, return_max_logit) if return_lse or return_max_logit else found[0]
 
 
 # y, lse and the largest logits of heads, where they are wanted
 _Found = tuple[Tensor, Tensor | None, Tensor | None]
 
 
-def _wanted(found: _Found, return_lse: bool, return_max_logit: bool) -> Tensor | tuple[Tensor, ...]:
+def _wanted(found: _Found, return_lse: bool, return_max_logit: bool) -> tuple[Tensor, ...]:
+    """All that is wanted, in order."""
     y, lse, max_logit = found
-    if return_max_logit:
-        return (y, lse, max_logit) if return_lse else (y, max_logit)  # type: ignore[return-value]
-    return (y, lse) if return_lse else y  # type: ignore[return-value]
+    if not return_max_logit:
+        return y, lse  # type: ignore[return-value]
+    return (y, lse, max_logit) if return_lse else (y, max_logit)  # type: ignore[return-value]
 
 
 def _attend(
@@ -310,7 +313,8 @@ def _attend(
 
     mask: whose tensors are among these, of a call that is not packed. trusted: see `Call`.
     """
-    _check_flags(return_lse, options["max_logit"])
+    if type(return_lse) is not bool or type(options["max_logit"]) is not bool:
+        _check_flags(return_lse, options["max_logit"])
     if not packed and isinstance(tensors[0], Tensor) and tensors[0].dim() == 5:
         return _attend_grid(tensors, options, return_lse, backend, context, mask)
     if context is not None or blocks:

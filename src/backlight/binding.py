@@ -267,7 +267,7 @@ def _recall(kind: tuple[Any, ...] | None, tensors: Tensors, packed: bool) -> Cal
     if packed:
         cu_q, cu_k = tensors[FIRST_BORDER:]
         tensors = (*batched_all(tensors)[:FIRST_BORDER], cu_q, cu_q if cu_k is None else cu_k)
-    call = call_with(spec, tensors, manner)
+    call = Call(spec, *tensors, *manner)  # type: ignore[call-arg]
     call._layout, call.shared = layout, shared
     return call
 

@@ -24,7 +24,7 @@ from backlight._private.torch import (
     transforms_active,
 )
 from backlight.binding import batched, batched_all
-from backlight.call import Call, call_with, counting_tensors, learned_tensors, manner_of
+from backlight.call import Call, counting_tensors, learned_tensors, manner_of
 from backlight.spec import GRADIENTS, SEQUENCE_OF
 
 
@@ -68,7 +68,7 @@ def _gradients(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Any, .
         y, dy = batched(y), batched(dy)
         lse, dlse = (None if x is None else x[None] for x in (lse, dlse))
     spec, manner, trusted, backend, shared = ctx.options
-    call = call_with(spec, tensors, manner)
+    call = Call(spec, *tensors, *manner)
     call.trusted, call.shared = trusted, shared
     if observed:
         args = (*operators.pack(call, backend), y, lse, y.new_empty(0) if u is None else u, dy, dlse, list(needs))
