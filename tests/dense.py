@@ -44,7 +44,7 @@ def _head(call: Call, segment: Segment, h: int) -> tuple[Tensor, Tensor]:
         "pos": None,
         "column": spec.distance(0, sq, 0, sk, sq, sk) + spec.bias_origin,
         **oracle._masked(call, segment, h, own),
-        **{each.name: _part_of(each, call, at) for each in TENSORS if each.learned},
+        **{each.name: _part_of(each, call, segment, at) for each in TENSORS if each.learned},
     }
     for name in FORWARD:
         values[name] = _lse(values) if name == "lse" else STAGES[name](values)

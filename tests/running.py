@@ -11,7 +11,7 @@ import backlight
 from backlight.call import Call
 from backlight.mask import Mask
 from backlight.problems.axes import KEY_GRADIENTS, ROW_GRADIENTS
-from backlight.spec import LEARNED
+from backlight.spec import LEARNED, SEQUENCE_OF
 from cases import Problem
 
 Layout = Callable[[Tensor], Tensor]
@@ -47,7 +47,7 @@ def leaves(call: Call, requires_grad: bool = True) -> dict[str, Tensor]:
     for name in LEARNED:
         value = getattr(call, name)
         if value is not None:
-            value = packed(value) if call.varlen and value.dim() == 4 else value
+            value = packed(value) if call.varlen and name in SEQUENCE_OF else value
             out[name] = value.detach().clone().requires_grad_(requires_grad)
     return out
 

@@ -264,7 +264,8 @@ def attention_varlen(
         cu_seqlens_q: [Z + 1] int32 or int64: sequence z owns rows cu_seqlens_q[z] .. cu_seqlens_q[z + 1] - 1.
         cu_seqlens_k: the same for keys; None = cu_seqlens_q. Sequences may be empty on either side.
         gate: [Tq, Hq, Dv].
-        pair_bias: None; packed sequences have no pairs of all rows and keys.
+        pair_bias: [Zb, Hq or 1, rows or 1, keys], read by positions inside each sequence, so that rows and keys are at least
+            those of the longest. Zb divides the number of sequences Z: each entry serves Z / Zb consecutive ones.
         mask: of one batch entry, its rows counted over all of q. The other keywords are those of `attention`; alignment and
             distances are per sequence.
 

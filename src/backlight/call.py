@@ -100,8 +100,24 @@ class Call:
 
     @property
     def sharing(self) -> int:
-        """Consecutive batch entries that share an entry of the pair bias; 1 without one."""
-        return 1 if self.pair_bias is None else self.q.shape[0] // max(1, self.pair_bias.shape[0])
+        """Consecutive batch entries, or packed sequences, that share an entry of the pair bias; 1 without one."""
+        return 1 if self.pair_bias is None else self.problems // max(1, self.pair_bias.shape[0])
+
+    @property
+    def problems(self) -> int:
+        """Batch entries, or packed sequences."""
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def owns_pairs(self) -> bool:
+        """Whether every head of every batch entry or packed sequence has a pair bias of its own."""
+        b = self.pair_bias
+        return b is not None and tuple(b.shape[:2]) == (self.problems, self.q.shape[1])
+
+    def pairs_of(self, tensor: Tensor, segment: Segment) -> Tensor:
+        """What a segment has of the pair bias, or of a tensor shaped like it: [Hq|1, Sq|1, Sk], a view."""
+        rows = slice(None) if tensor.shape[2] == 1 else slice(0, segment.sq)
+        return tensor[segment.number // self.sharing, :, rows, : segment.sk]
 
     @property
     def scale(self) -> float:
@@ -145,6 +161,8 @@ class Call:
             return
         if not (_is_checked(cu_q, sq) and ((cu_k is cu_q and sk == sq) or _is_checked(cu_k, sk))):
             self.segments()
+        elif self.pair_bias is not None:
+            check_pair_lengths(self.pair_bias, _host_values[cu_q][1], _host_values[cu_k][1])
 
     def segments(self) -> tuple[Segment, ...]:
         """The independent problems of the call; reads cu_seqlens on the host."""
@@ -156,12 +174,13 @@ class Call:
         batch, _, sq, _ = self.q.shape
         sk = self.k.shape[2]
         if self.cu_seqlens_q is None:
-            return tuple(Segment(b, 0, sq, 0, sk) for b in range(batch))
+            return tuple(Segment(b, 0, sq, 0, sk, b) for b in range(batch))
         assert self.cu_seqlens_k is not None
-        cu_q = read_cu_seqlens("cu_seqlens_q", self.cu_seqlens_q, sq)
-        if self.cu_seqlens_k is self.cu_seqlens_q and sk == sq:
-            return packed_segments(cu_q, cu_q)
-        cu_k = read_cu_seqlens("cu_seqlens_k", self.cu_seqlens_k, sk)
+        cu_k = cu_q = read_cu_seqlens("cu_seqlens_q", self.cu_seqlens_q, sq)
+        if self.cu_seqlens_k is not self.cu_seqlens_q or sk != sq:
+            cu_k = read_cu_seqlens("cu_seqlens_k", self.cu_seqlens_k, sk)
+        if self.pair_bias is not None:
+            check_pair_lengths(self.pair_bias, cu_q, cu_k)
         return packed_segments(cu_q, cu_k)
 
 
@@ -193,6 +212,24 @@ def check_pair_sizes(pair_bias: Tensor, sizes: tuple[int, ...]) -> None:
     if not (fits and (shape[0] == batch or (shape[0] > 0 and batch % shape[0] == 0))):
         wanted = f"[a divisor of {batch}, {one_or(heads)}, {one_or(rows)}, {keys}] (batch, query heads, rows, keys)"
         raise ValueError(f"pair_bias must be {wanted}, got shape {shape}")
+
+
+def check_packed_pair_sizes(pair_bias: Tensor, sequences: int, heads: int) -> None:
+    """Raises unless a pair bias fits packed sequences; of their lengths nothing is known yet."""
+    shape = tuple(pair_bias.shape)
+    fits = len(shape) == 4 and shape[1] in (1, heads)
+    if not (fits and (shape[0] == sequences or (shape[0] > 0 and sequences % shape[0] == 0))):
+        wanted = f"[a divisor of {sequences}, {one_or(heads)}, rows or 1, keys] (sequences, query heads, longest sequence)"
+        raise ValueError(f"pair_bias must be {wanted}, got shape {shape}")
+
+
+def check_pair_lengths(pair_bias: Tensor, cu_q: Sequence[int], cu_k: Sequence[int]) -> None:
+    """Raises unless a pair bias reaches as far as the longest of packed sequences."""
+    rows, keys = (max((b - a for a, b in pairwise(cu)), default=0) for cu in (cu_q, cu_k))
+    _, _, own_rows, own_keys = pair_bias.shape
+    if (own_rows < rows and own_rows != 1) or own_keys < keys:
+        longest = f"the longest sequence, {rows} rows and {keys} keys"
+        raise ValueError(f"pair_bias must reach as far as {longest}, got shape {tuple(pair_bias.shape)}")
 
 
 def one_or(size: int) -> str:

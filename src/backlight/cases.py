@@ -108,6 +108,14 @@ class Case:
             b, sq, sk = 1, sum(self.lengths_q), sum(lengths_k)
         return Sizes(b, self.hq, self.hkv, sq, sk, self.d, dv, self.bias or 0)
 
+    @property
+    def pair_sizes(self) -> Sizes:
+        """`sizes` as a pair bias counts them."""
+        if self.lengths_q is None:
+            return self.sizes
+        lengths_k = self.lengths_q if self.lengths_k is None else self.lengths_k
+        return self.sizes.of_sequences(self.lengths_q, lengths_k)
+
     def chosen(self, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
         """Terms whose values stand in the case, repeated over the heads."""
         named = [name for name in self.spec.terms if name in PER_HEAD]
@@ -127,7 +135,7 @@ class Case:
     def _draw(self, dtype: torch.dtype, seed: int, device: torch.device | str) -> Problem:
         chosen = self.chosen(dtype, device)
         if self.pair_bias is not None:
-            chosen["pair_bias"] = pair_bias_term(self.sizes, self.pair_bias, dtype, seed).to(device)
+            chosen["pair_bias"] = pair_bias_term(self.pair_sizes, self.pair_bias, dtype, seed).to(device)
         names = ("q", "k", "v", *terms_to_draw(self.spec, chosen), "dy", *(("dlse",) if self.dlse else ()))
         drawn = normal(self.sizes, names, dtype=dtype, seed=seed, wide=FP64)
         drawn["q"] = drawn["q"] * self.logits
@@ -349,13 +357,15 @@ MASKS = (
 )
 
 OWN = ("batch", "heads", "rows")
-NO_PAIRS = ("tau", "varlen")
+NO_PAIRS = ("tau",)
+AWKWARD: dict[str, Any] = {"lengths_q": (65, 0, 1, 63)}
+UNEQUAL: dict[str, Any] = {"lengths_q": (63, 0, 65, 1, 20, 7), "lengths_k": (30, 12, 65, 63, 0, 90)}
 MANY: dict[str, Any] = {"pair_bias": ("pairs", "heads", "rows"), "mask": "two runs", "dv": 24}
 PAIR_BIAS = (
     Case("pair", pair_bias=("heads", "rows"), dtypes=EVERY_DTYPE),
     *(compose(name, name=f"pair+{name}", pair_bias=("pairs", "heads", "rows")) for name in FEATURES if name not in NO_PAIRS),
     *(
-        compose(*(f for f in FEATURES if f not in (other, *NO_PAIRS)), name=f"pair,everything,{shape}", b=4, **MANY)
+        compose(*(f for f in FEATURES if f not in (other, "varlen", *NO_PAIRS)), name=f"pair,everything,{shape}", b=4, **MANY)
         for other, shape in (("sq>sk", "sq<sk"), ("sq<sk", "sq>sk"))
     ),
     *(
@@ -376,11 +386,38 @@ PAIR_BIAS = (
     Case("pair,wide,own,hidden", pair_bias=(*OWN, "wide", "hidden"), causal=True),
     Case("pair,strided", pair_bias=("heads", "rows", "strided"), sq=47, sk=83),
     Case("pair,strided,own,gqa", hq=8, pair_bias=(*OWN, "strided"), causal=True),
+    compose(
+        *(f for f in FEATURES if f not in ("sq>sk", *NO_PAIRS)),
+        name="pair,everything,varlen",
+        pair_bias=("pairs", "heads", "rows"),
+    ),
     *(Case(f"pair,s={s}", b=4, sq=s, sk=s, d=32, pair_bias=("pairs", "heads", "rows")) for s in (1, 63, 64, 127, 200)),
     *(Case(f"pair,sq={sq},sk={sk}", pair_bias=("heads", "rows"), sq=sq, sk=sk) for sq, sk in ((1, 127), (127, 1), (200, 63))),
     Case("pair,rows without keys", pair_bias=("heads", "rows"), causal=True, sq=90, sk=20, dlse=True),
     Case("pair,d=256", b=1, pair_bias=("heads", "rows"), d=256, causal=True),
     Case("pair,d=40,dv=8", pair_bias=("heads", "rows"), d=40, dv=8),
+    *(
+        Case(f"pair,varlen,{'+'.join(of) or 'keys'}", hq=4, causal=True, pair_bias=of, dlse=True, **UNEQUAL)
+        for of in (
+            (),
+            ("heads",),
+            ("rows",),
+            ("heads", "rows"),
+            ("pairs", "rows"),
+            ("batch", "rows"),
+            ("pairs",),
+            ("batch",),
+            OWN,
+        )
+    ),
+    Case("pair,varlen,every dtype", pair_bias=("heads", "rows"), dtypes=EVERY_DTYPE, **AWKWARD),
+    Case("pair,varlen,wide,own,hidden", hq=8, pair_bias=(*OWN, "wide", "hidden"), causal=True, dlse=True, **AWKWARD),
+    Case("pair,varlen,hidden,sink", pair_bias=("pairs", "heads", "rows", "hidden"), sink=True, dlse=True, **UNEQUAL),
+    Case("pair,varlen,strided,window", pair_bias=("heads", "rows", "strided"), window=(17, 5), softcap=1.5, **UNEQUAL),
+    Case("pair,varlen,gqa,bias", hq=4, hkv=2, pair_bias=("rows",), bias=24, bias_origin=7, gate=True, **AWKWARD),
+    Case("pair,varlen,mask", pair_bias=("pairs", "heads", "rows"), mask="two runs", dlse=True, **AWKWARD),
+    Case("pair,varlen,long", hq=4, d=32, pair_bias=("heads", "rows"), lengths_q=(127, 3, 200)),
+    Case("pair,varlen,nothing at all", pair_bias=("heads", "rows"), lengths_q=(0, 0)),
     Case("pair,sq=0", pair_bias=("heads",), sq=0, dlse=True),
     Case("pair,sk=0", pair_bias=("heads", "rows"), sk=0, sink=True, dlse=True),
 )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight.call import DTYPES, Call, check_pair_sizes, one_or
+from backlight.call import DTYPES, Call, check_packed_pair_sizes, check_pair_sizes, one_or
 from backlight.spec import TERMS, Input
 
 
@@ -23,10 +23,10 @@ def check(call: Call, sharded: bool = False) -> Call:
     _check_tensors(call)
     _check_shapes(call)
     _check_terms(call)
-    if call.pair_bias is not None and not sharded:
-        check_pair_sizes(call.pair_bias, (*call.q.shape[:3], call.k.shape[2]))
     if call.cu_seqlens_q is not None:
         _check_cu_seqlens(call)
+    if call.pair_bias is not None:
+        _check_pair_sizes(call, call.pair_bias, sharded)
     return call
 
 
@@ -146,12 +146,21 @@ def _check_positions(term: Input, tensor: Tensor, call: Call) -> None:
 
 
 def _check_pairs(term: Input, tensor: Tensor, call: Call) -> None:
-    if call.cu_seqlens_q is not None:
-        raise ValueError(f"{term.name} must be None where sequences are packed: it belongs to rows and keys of a batch")
     if tensor.dtype not in (call.q.dtype, torch.float32):
         raise TypeError(f"{term.name} must have the dtype of q, {call.q.dtype}, or float32, got {tensor.dtype}")
     if call.tau is not None:
         raise ValueError(f"tau counts visible keys, of which {term.name} may hide any with -inf: give one of the two, got both")
+
+
+def _check_pair_sizes(call: Call, pair_bias: Tensor, sharded: bool) -> None:
+    if call.varlen:
+        if sharded:
+            raise ValueError(
+                "pair_bias must be None where packed sequences are sharded: its rows and keys are whole sequences'"
+            )
+        check_packed_pair_sizes(pair_bias, call.problems, call.q.shape[1])
+    elif not sharded:
+        check_pair_sizes(pair_bias, (*call.q.shape[:3], call.k.shape[2]))
 
 
 # what the caller knows as one argument

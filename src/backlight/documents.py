@@ -44,7 +44,7 @@ def against(mask: Any, tensors: Tensors, packed: bool, backend: str | None, by_b
     if not all(isinstance(x, Tensor) and x.dim() == 4 for x in _present(tensors)) or not _fits(mask, q, k):
         return "it is not one of as many rows as keys"
     if tensors[_NAMED["pair_bias"]] is not None:
-        return "packed sequences have no pair_bias"
+        return "its pair_bias has rows and keys of the batch, not of each document"
     if transforms_active():
         return "transforms of torch.func are at work"
     entries, length = mask.rows.shape[0], k.shape[2]

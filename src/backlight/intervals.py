@@ -77,7 +77,7 @@ def unhidden_heads(call: Call, segment: Segment) -> Tensor:
     seen = visible_heads(call, segment)
     if call.pair_bias is None:
         return seen
-    return seen & (call.pair_bias[segment.batch // call.sharing] > -torch.inf)
+    return seen & (call.pairs_of(call.pair_bias, segment) > -torch.inf)
 
 
 def visible_whole(call: Call) -> Tensor:

@@ -131,7 +131,8 @@ class AttentionSpec:
                  the row. Negative tau prunes: keys with p <= -tau / n are dropped. Positive tau adds uniform attention.
     gate:        the output is multiplied by sigmoid(gate), gate shaped like the output.
     pair_bias:   a learned logit [Bb, Hq|1, Sq|1, Sk] is added after softcap and bias, before masks. Bb divides B: each entry
-                 serves B / Bb consecutive ones of the batch. -inf hides a pair but not from n: not together with tau.
+                 serves B / Bb consecutive ones of the batch. -inf hides a pair but not from n: not together with tau. Packed
+                 sequences count as the batch, and i and j in their own sequence: the longest decides Sq and Sk.
     rows:        a mask by row intervals [B|1, Hq|1, 2 or 4, Sk]: key j is seen by rows first_j <= i < end_j, or by those of a
                  second interval, and by none that causal, window or a border hides from it.
     pos:         the intervals are compared with pos_i [B|1, Sq] instead of i; causal, window and borders are not.
@@ -332,13 +333,15 @@ assert _flags == TERM_NAMES, "AttentionSpec needs a flag for every term, in the 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One independent problem inside a call: rows [q0, q1) against keys [k0, k1) of a batch entry or a packed sequence."""
+    """One independent problem inside a call: rows [q0, q1) against keys [k0, k1) of a batch entry or a packed sequence. number:
+    which of the call's problems it is."""
 
     batch: int
     q0: int
     q1: int
     k0: int
     k1: int
+    number: int = 0
 
     @property
     def sq(self) -> int:
@@ -352,6 +355,5 @@ class Segment:
 @lru_cache(maxsize=256)
 def packed_segments(cu_seqlens_q: tuple[int, ...], cu_seqlens_k: tuple[int, ...]) -> tuple[Segment, ...]:
     """Segments of a packed call: segment z owns rows cu_q[z]..cu_q[z+1] and keys cu_k[z]..cu_k[z+1]."""
-    return tuple(
-        Segment(0, q0, q1, k0, k1) for (q0, q1), (k0, k1) in zip(pairwise(cu_seqlens_q), pairwise(cu_seqlens_k), strict=True)
-    )
+    sides = zip(pairwise(cu_seqlens_q), pairwise(cu_seqlens_k), strict=True)
+    return tuple(Segment(0, q0, q1, k0, k1, z) for z, ((q0, q1), (k0, k1)) in enumerate(sides))

@@ -16,6 +16,7 @@ from backlight.backends.tiled.second import Cotangents, second
 from backlight.backends.tiled.tangent import tangent
 from backlight.call import Call
 from backlight.config import Config, override
+from backlight.spec import SEQUENCE_OF
 from cases import BY_NAME, CASES, FP32, FP64, SINGLES, TOGETHER, Case, case_id, small
 from running import forward, leaves, packed
 
@@ -101,7 +102,7 @@ def test_any_subset(name: str) -> None:
 # --- through the public calls ------------------------------------------------------------------------------------------------
 
 PUBLIC = ("plain", "causal+gqa", "softcap+bias", "everything,batched,sq<sk", "everything,sq>sk", "mask,pos,two runs,tau")
-PUBLIC = (*PUBLIC, "pair,everything,sq<sk", "pair,keys", "pair,hidden,sink")
+PUBLIC = (*PUBLIC, "pair,everything,sq<sk", "pair,keys", "pair,hidden,sink", "pair,everything,varlen")
 
 
 def double_backward(function, inputs: dict[str, Tensor], dy: Tensor, dlse: Tensor, hats: dict[str, Tensor]) -> list[Tensor]:
@@ -123,8 +124,10 @@ def test_double_backward(name: str) -> None:
     wanted = double_backward(lambda x: dense(call, x), learned(call), cotangents["dy"], cotangents["dlse"], hats)
     dy, dlse = cotangents["dy"], cotangents["dlse"]
     if call.varlen:
-        dy, dlse, hats = packed(dy), dlse[0], {k: packed(x) if x.dim() == 4 else x for k, x in hats.items()}
-        wanted = [packed(x) if x.dim() == 4 else x for x in wanted[:-1]] + [wanted[-1][0]]
+        dy, dlse, hats = packed(dy), dlse[0], {k: packed(x) if k in SEQUENCE_OF else x for k, x in hats.items()}
+        *grads, ddy, ddlse = wanted
+        grads = [packed(x) if k in SEQUENCE_OF else x for k, x in zip(learned(call), grads, strict=True)]
+        wanted = [*grads, packed(ddy), ddlse[0]]
     found = double_backward(lambda x: forward(call, x), leaves(call), dy, dlse, hats)
     for got, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, want, **CLOSE)

@@ -17,6 +17,7 @@ from backlight.backends.tiled.tangent import tangent
 from backlight.call import Call
 from backlight.config import Config, override
 from backlight.doctor.steps.compare import RHO_PASS
+from backlight.spec import SEQUENCE_OF
 from cases import BF16, BY_NAME, CASES, FP32, FP64, SINGLES, TAU, TOGETHER, Case, case_id, small
 from running import canonical, leaves, options, packed
 
@@ -55,7 +56,7 @@ def truth(call: Call, tangents: dict[str, Tensor]) -> tuple[Tensor, ...]:
 def run(call: Call, tangents: dict[str, Tensor], **changes: object) -> tuple[Tensor, ...]:
     """The same of the public call, in canonical layout."""
     inputs = leaves(call, requires_grad=False)
-    given = {f"t{name}": packed(t) if call.varlen and t.dim() == 4 else t for name, t in tangents.items()}
+    given = {f"t{name}": packed(t) if call.varlen and name in SEQUENCE_OF else t for name, t in tangents.items()}
     keywords = options(call) | {"return_lse": True} | changes
     if call.varlen:
         borders = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}

@@ -24,6 +24,7 @@ from running import run
 KERNELS = ("forward", "dq", "dkdv", "dv", "dk", "dbias", "dpair", "fused")
 SHARED, OWN, BY_KEY = ("heads", "rows"), ("batch", "heads", "rows"), ("heads",)
 SMALL = {"d": 16, "sq": 37, "sk": 51}
+PACKED = {"lengths_q": (37, 0, 1, 33), "lengths_k": (37, 9, 40, 17)}
 EVERYTHING = {"softcap": 3.0, "bias": 30, "bias_origin": 6, "sink": True, "gate": True, "dlse": True}
 
 
@@ -52,6 +53,13 @@ CASES = (
     one("by key", BY_KEY, b=3, hq=4, softcap=3.0),
     one("by key,all share", ("hidden",), hq=4, causal=True, dlse=True),
     one("by key,own,mask", ("batch", "heads"), mask="run", pos=True),
+    one("packed,own", (*OWN, "hidden"), **PACKED, causal=True, dlse=True),
+    one("packed,own,mask", OWN, **PACKED, mask="two runs", hkv=1),
+    one("packed,shared", SHARED, **PACKED, dlse=True),
+    one("packed,shared by two", ("pairs", "heads", "rows", "strided"), **PACKED, hkv=1, causal=True, **EVERYTHING),
+    one("packed,all share,window", ("rows", "hidden"), **PACKED, window=(20, 9)),
+    one("packed,by key", BY_KEY, **PACKED, hq=4, causal=True, softcap=3.0, dlse=True),
+    one("packed,by key,all share,mask", ("pairs",), **PACKED, mask="run", pos=True),
 )
 
 

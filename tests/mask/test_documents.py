@@ -87,7 +87,9 @@ def test_what_else_stays_with_intervals() -> None:
     q = torch.randn(1, 2, 200, 8)
     made = mask.documents(lengths=[120, 80])
     assert "not one of as many rows as keys" in backlight.explain(q[:, :, :9], q, q, mask=made).documents
-    assert "have no pair_bias" in backlight.explain(q, q, q, mask=made, pair_bias=torch.zeros(1, 1, 200, 200)).documents
+    assert (
+        "rows and keys of the batch" in backlight.explain(q, q, q, mask=made, pair_bias=torch.zeros(1, 1, 200, 200)).documents
+    )
     packed = q[0].transpose(0, 1)
     cu = torch.tensor([0, 50, 200])
     assert "is packed already" in backlight.explain(packed, packed, packed, cu, mask=made).documents

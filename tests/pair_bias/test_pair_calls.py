@@ -91,12 +91,6 @@ def test_what_is_wrong_is_said(options: dict[str, Any], sentence: str) -> None:
         backlight.attention(Q4, Q4, Q4, **options)
 
 
-def test_packed_sequences_have_none() -> None:
-    x = torch.randn(5, 2, 8)
-    with pytest.raises(ValueError, match="pair_bias must be None where sequences are packed"):
-        backlight.attention_varlen(x, x, x, torch.tensor([0, 5]), pair_bias=torch.zeros(1, 1, 5, 5))
-
-
 def test_five_axes_that_do_not_fit() -> None:
     q = torch.randn(2, 3, 2, 5, 8)
     with pytest.raises(ValueError, match=re.escape("k must have 5 dimensions [B, N, H, S, D], as q has, got shape")):

@@ -17,7 +17,7 @@ from backlight.bench.table import contenders, costs, phases, ratio, rows_by, uni
 
 FORMATS = ("png", "svg")
 # text stays text: outlines of letters are most of a picture's bytes
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.hashsalt": "backlight",
     "svg.fonttype": "none",
     "font.size": 8,

@@ -10,6 +10,7 @@ from backlight.arguments import (
     BORDERS,
     FLOATS,
     INTEGERS,
+    check_borders,
     check_device,
     check_dtype,
     check_flag,
@@ -46,6 +47,14 @@ def unbound(name: str, packed: Any, layout: str, parts: int) -> tuple[Tensor, ..
 def check_tensors(q: Any, k: Any, v: Any, layout: str) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, layout)
+
+
+def check_packed(qkv: tuple[Any, Any, Any], cu_seqlens: tuple[Any, Any], longest: tuple[Any, Any]) -> None:
+    check_tensors(*qkv, "[T, H, D]")
+    for name, borders in zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True):
+        check_borders(name, borders, qkv[0].device)
+    for name, length in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
+        check_longest(name, length)
 
 
 def check_flags(causal: Any, deterministic: Any, return_attn_probs: Any) -> None:

@@ -15,6 +15,7 @@ from backlight.arguments import check_borders, check_flag
 from backlight.compat.flash_arguments import (
     check_flags,
     check_longest,
+    check_packed,
     check_schedule,
     check_slopes,
     check_tensors,
@@ -105,11 +106,7 @@ def flash_attn_varlen_func(
     Returns:
         out [Tq, Hq, Dv]; with return_attn_probs (out, lse [Hq, Tq], S_dmask).
     """
-    check_tensors(q, k, v, "[T, H, D]")
-    for name, borders in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_borders(name, borders, q.device)
-    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        check_longest(name, longest)
+    check_packed((q, k, v), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
     refuse(block_table=block_table)
     check_flags(causal, deterministic, return_attn_probs)
     options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)

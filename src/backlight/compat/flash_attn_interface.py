@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from backlight.arguments import check_borders, check_flag, check_tensor, check_whole
+from backlight.arguments import check_flag, check_tensor, check_whole
 from backlight.compat.flash_arguments import (
     check_flags,
     check_longest,
+    check_packed,
     check_per_sequence,
     check_schedule,
     check_tensors,
@@ -147,11 +148,7 @@ def flash_attn_varlen_func(
     Returns:
         out [Tq, Hq, Dv]; with return_attn_probs (out, lse [Hq, Tq]).
     """
-    check_tensors(q, k, v, "[T, H, D]")
-    for name, borders in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_borders(name, borders, q.device)
-    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        check_longest(name, longest)
+    check_packed((q, k, v), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
     for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
         if used is not None:
             check_per_sequence(name, used, cu_seqlens_q.shape[0] - 1, q)

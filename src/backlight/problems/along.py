@@ -98,17 +98,24 @@ def _squares(ratio: float) -> dict[str, Stage]:
         mean = (p * ts).sum(dim=-1)
         return ts - (mean if tsink is None else mean + p_sink * tsink)[:, None]
 
-    def ty(p, a, ts, tcentred, tlse, m, o, u, v, tv, q, k, tq, tk, scale, lse, tau, ttau, gate, tgate):
-        unsteady = wobble(ratio, q, k, scale, lse)
-        g = p * tcentred.abs() * unsteady + ratio * sized(p, ts, q, k, tq, tk, scale, lse)
-        weights = a**2 + (p * (unsteady - 1)) ** 2
-        mean = ((p * ts).sum(dim=-1).abs() + ratio * tlse)[:, None]
-        total = (m * g**2) @ v**2 + weights @ tv**2 + mean**2 * o**2
-        if tau is not None:
-            total = total + ((mean * tau.abs() + ttau.abs()) * u) ** 2
-        if gate is None:
-            return total
-        weight = torch.sigmoid(gate)
-        return weight**2 * (total + (o * (1 - weight) * tgate) ** 2)
+    def tp(p, ts, tcentred, q, k, tq, tk, scale, lse):
+        return p * tcentred.abs() * wobble(ratio, q, k, scale, lse) + ratio * sized(p, ts, q, k, tq, tk, scale, lse)
 
-    return {each.__name__: Stage.of(each) for each in (tlse, tcentred, ty)}
+    def tav(tp, m, v):
+        return (m * tp**2) @ v**2
+
+    def atv(a, p, tv, q, k, scale, lse):
+        return (a**2 + (p * (wobble(ratio, q, k, scale, lse) - 1)) ** 2) @ tv**2
+
+    def to(tav, atv, p, ts, tlse, o, u, tau, ttau):
+        mean = ((p * ts).sum(dim=-1).abs() + ratio * tlse)[:, None]
+        total = tav + atv + mean**2 * o**2
+        return total if tau is None else total + ((mean * tau.abs() + ttau.abs()) * u) ** 2
+
+    def ty(to, o, gate, tgate):
+        if gate is None:
+            return to
+        weight = torch.sigmoid(gate)
+        return weight**2 * (to + (o * (1 - weight) * tgate) ** 2)
+
+    return {each.__name__: Stage.of(each) for each in (tlse, tcentred, tp, tav, atv, to, ty)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +45,11 @@ class Sizes:
         ends = 2 if call.rows is None else call.rows.shape[2]
         return Sizes(batch, heads, call.k.shape[1], rows, call.k.shape[2], dim, call.v.shape[3], distances, ends)
 
+    def of_sequences(self, lengths_q: Sequence[int], lengths_k: Sequence[int]) -> Sizes:
+        """As a pair bias counts packed sequences: they are a batch, as long as the longest of them."""
+        rows, keys = (max(lengths, default=0) for lengths in (lengths_q, lengths_k))
+        return replace(self, batch=len(lengths_q), rows=rows, keys=keys)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor of the call, of its output or of a gradient."""
         unknown = [axis for axis in AXES[name] if not hasattr(self, axis)]
@@ -74,7 +79,15 @@ def cut_call(call: Call, ranges: Mapping[str, slice], **changes: Any) -> Call:
     whole = {name: x for name, x in tensors_of(call).items() if name not in OF_PAIRS}
     parts = {name: cut(name, x, ranges) for name, x in whole.items()}
     if call.pair_bias is not None:
-        parts["pair_bias"] = cut_pairs(call.pair_bias, call.q.shape[0], ranges)
+        of_pairs = ranges
+        if call.varlen:
+            if not ranges.keys().isdisjoint(("rows", "keys")):
+                raise NotImplementedError(
+                    "rows and keys of packed sequences with a pair_bias are not cut: it counts by sequence"
+                )
+            # all sequences are one batch entry
+            of_pairs = {axis: at for axis, at in ranges.items() if axis != "batch"}
+        parts["pair_bias"] = cut_pairs(call.pair_bias, call.q.shape[0], of_pairs)
     return with_tensors(call, parts | _cut_mask(call, ranges), **changes)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight.call import DTYPES, Call, check_pair_sizes
+from backlight.call import DTYPES, Call, check_packed_pair_sizes, check_pair_sizes
 from backlight.problems.axes import AXES, OUTPUT_AXES, Sizes
 from backlight.spec import OF_PAIRS, TERMS, AttentionSpec
 
@@ -177,9 +177,13 @@ def check_term(name: str, x: Any, q: Tensor, v: Tensor) -> None:
 
 def _check_pairs(name: str, x: Tensor, q: Tensor, v: Tensor) -> None:
     """Batch, heads and rows may be fewer (`Call.sharing`)."""
+    _check_pair_dtype(name, x, q)
+    check_pair_sizes(x, (*q.shape[:3], v.shape[2]))
+
+
+def _check_pair_dtype(name: str, x: Tensor, q: Tensor) -> None:
     if x.dtype not in (q.dtype, torch.float32):
         raise ValueError(f"{name} must be {q.dtype} as q is, or torch.float32, got {x.dtype}")
-    check_pair_sizes(x, (*q.shape[:3], v.shape[2]))
 
 
 def _check_mask(name: str, x: Tensor, q: Tensor, v: Tensor) -> None:
@@ -194,8 +198,11 @@ def _check_mask(name: str, x: Tensor, q: Tensor, v: Tensor) -> None:
 def check_call(call: Call) -> None:
     """Learned terms and borders against the tensors they belong to."""
     for name in SHAPES:
-        if getattr(call, name) is not None:
+        if getattr(call, name) is not None and not (call.varlen and name in OF_PAIRS):
             check_term(name, getattr(call, name), call.q, call.v)
+    if call.varlen and call.pair_bias is not None:
+        _check_pair_dtype("pair_bias", call.pair_bias, call.q)
+        check_packed_pair_sizes(call.pair_bias, call.problems, call.q.shape[1])
     if call.cu_seqlens_q is not None and call.q.shape[0] != 1:
         raise ValueError(f"packed sequences need a batch of 1, got {call.q.shape[0]}")
     call.segments()

@@ -104,7 +104,10 @@ def make(
     drawn["q"], drawn["k"] = RECIPES[recipe](drawn["q"], drawn["k"], spec.resolve_scale(sizes.dim))
     chosen = draw.mask_terms(spec, sizes, DRAWN_MASK, seed) | chosen
     if spec.pair_bias and "pair_bias" not in chosen:
-        chosen["pair_bias"] = draw.pair_bias_term(sizes, given.get("pair_bias") or DRAWN_PAIRS, dtype, seed)
+        counted = sizes
+        if cu_q is not None and cu_k is not None:
+            counted = sizes.of_sequences(*(cu.diff().tolist() for cu in (cu_q, cu_k)))
+        chosen["pair_bias"] = draw.pair_bias_term(counted, given.get("pair_bias") or DRAWN_PAIRS, dtype, seed)
     placed = draw.settle(drawn, dtype, device) | {name: x.to(device) for name, x in chosen.items()}
     if cu_q is not None and cu_k is not None:
         same, cu_q = cu_k is cu_q, cu_q.to(device)

@@ -33,19 +33,19 @@ def _exact(name: str, value: Tensor) -> Tensor:
     return value
 
 
-def _part_of(each: Input, call: Call, at: Mapping[str, int | slice]) -> Tensor | None:
+def _part_of(each: Input, call: Call, segment: Segment, at: Mapping[str, int | slice]) -> Tensor | None:
     """What one head of one segment sees of a tensor."""
     tensor = getattr(call, each.name)
     if tensor is None:
         return None
     if each.of_pairs:
-        return tensor[_pair_entry(tensor, call, at["batch"], at["heads"])]  # type: ignore[arg-type]
+        return _pairs_of_head(tensor, call, segment, at["heads"])  # type: ignore[arg-type]
     return tensor[tuple(at.get(axis, slice(None)) for axis in each.axes)]
 
 
-def _pair_entry(tensor: Tensor, call: Call, b: int, h: int) -> tuple[int, int]:
-    """Where a bias of pairs, or its gradient, stands for a head of a batch entry."""
-    return b // call.sharing, h if tensor.shape[1] > 1 else 0
+def _pairs_of_head(tensor: Tensor, call: Call, segment: Segment, h: int) -> Tensor:
+    """A bias of pairs, or its gradient, of a head of a segment, a view."""
+    return call.pairs_of(tensor, segment)[h if tensor.shape[1] > 1 else 0]
 
 
 def _head_of_group(h: int, group: int) -> int:
@@ -126,7 +126,7 @@ class Oracle:
                 at: dict[str, int | slice] = {"batch": b, "heads": h, "kv_heads": g, "rows": rows, "keys": keys}
                 inputs = geometry | self._masked(call, segment, h, own)
                 inputs |= {
-                    **{each.name: cast(_part_of(each, call, at)) for each in TENSORS if each.learned},
+                    **{each.name: cast(_part_of(each, call, segment, at)) for each in TENSORS if each.learned},
                     "dy": None if dy is None else cast(dy[b, h, rows]),
                     "dlse": None if dlse is None else self._finite_rows(cast(dlse[b, h, rows]), h, segment, call),
                 }
@@ -181,7 +181,7 @@ class Oracle:
             out[h] += value
         elif name[1:] in OF_PAIRS:
             if out.numel():
-                out[_pair_entry(out, call, b, h)] += value
+                _pairs_of_head(out, call, segment, h).add_(value)
         else:
             out[b, h, rows] = value
 

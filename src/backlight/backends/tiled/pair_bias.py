@@ -21,6 +21,7 @@ class PairBias:
     def __init__(self, call: Call, slab: Slab):
         assert call.pair_bias is not None
         self.bias, self.slab, self.group, self.sharing = call.pair_bias, slab, call.group, call.sharing
+        self.varlen = call.varlen
 
     def add_(self, s: Tensor, tile: Tile, unit: float = LOG2E) -> None:
         """s += pair bias in these units, base 2 unless told (eq. 67)."""
@@ -46,6 +47,10 @@ class PairBias:
     def _runs(self) -> Iterator[tuple[slice, slice]]:
         """Batch entries of the slab, counted from its first, and the entries of the bias that are theirs: as many, or one."""
         b0, b1 = self.slab.b0, self.slab.b1
+        if self.varlen:
+            own = self.slab.segment.number // self.sharing
+            yield slice(0, 1), slice(own, own + 1)
+            return
         if self.sharing == 1:
             yield slice(0, b1 - b0), slice(b0, b1)
             return
@@ -64,5 +69,6 @@ class PairBias:
 def blank_gradient(call: Call) -> Tensor:
     """Zeros for the sums of `add_gradient_`: in the accumulator dtype, or in that of the bias where each gets one summand."""
     assert call.pair_bias is not None
-    own = call.pair_bias.shape[:3] == call.q.shape[:3]
-    return torch.zeros_like(call.pair_bias, dtype=call.pair_bias.dtype if own else call.accumulator_dtype)
+    own = call.owns_pairs and (call.varlen or call.pair_bias.shape[2] == call.q.shape[2])
+    by_key = call.pair_bias.shape[2] == 1
+    return torch.zeros_like(call.pair_bias, dtype=call.pair_bias.dtype if own and not by_key else call.accumulator_dtype)

@@ -100,7 +100,7 @@ def kernels_of(call: Call) -> tuple[str, ...]:
 def pair_kernels(call: Call) -> tuple[str, ...]:
     """A pair bias that batch entries or heads share has a kernel for its gradient, unless it is by key (`dpair.way_of`)."""
     b = call.pair_bias
-    return () if b is None or b.shape[2] == 1 or b.shape[:2] == call.q.shape[:2] else ("dpair",)
+    return () if b is None or b.shape[2] == 1 or call.owns_pairs else ("dpair",)
 
 
 def variant_of(call: Call) -> str:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from backlight.backends.triton.primitives import key_span, row_block, visible
-from backlight.backends.triton.visits import intervals_of, mask_number, tiles_of, visited, visits_of
+from backlight.backends.triton.primitives import keys_of, row_block, visible
+from backlight.backends.triton.visits import mask_number, visited
 
 
 @triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
@@ -17,10 +17,7 @@ def _counts_kernel(
     """n [masks, sq]; geometry: its heads are those of masks."""
     block = row_block(packing, sq, sk, n_segments, geometry, V, BM)
     key_lanes = tl.arange(0, BN)[None, :]
-    span = key_span(block, geometry, V, BN)
-    key_tiles = tiles_of(sk, n_segments, V, BN)
-    visits = visits_of(span, mask, block.b, block.h, block.tile, tl.num_programs(0), key_tiles, geometry, V, BN)
-    intervals = intervals_of(mask, block.b, block.h, block.segment, sq, sk, n_segments, geometry, V, BN)
+    _, visits, intervals = keys_of(block, mask, sq, sk, n_segments, geometry, V, BN)
     n = tl.zeros([BM], tl.int32)
     for step in range(visits.start, visits.stop, BN):
         j0, is_cut = visited(step, visits, V, BN)

@@ -18,7 +18,7 @@ from backlight.backends.triton.config import KernelConfig
 from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import load_vector, row_state, stream_tile
-from backlight.backends.triton.pair import pair_tile
+from backlight.backends.triton.pair import pair_place, pair_tile
 from backlight.backends.triton.primitives import (
     LOG2E,
     Segment,
@@ -121,7 +121,12 @@ def _dbias_kernel(
                 dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
                 s, _ = logits_of(t, geometry.unit, bias + minus_lse2, geometry, V, "none")
                 if V.PAIR > 0:
-                    s += pair_tile(pair, pair.ptr, (b, h, i0, j0), segment.sq, V, False, BM, BN, False, True) * LOG2E
+                    s += (
+                        pair_tile(
+                            pair, pair.ptr, pair_place(b, h, i0, j0, segment, V), segment.sq, V, False, BM, BN, False, True
+                        )
+                        * LOG2E
+                    )
                 p = tl.exp2(s)
                 # masks are in the bias: what is left are keys that do not exist
                 if (j0 < 0) | (j0 + BN > segment.sk):

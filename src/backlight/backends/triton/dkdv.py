@@ -14,7 +14,7 @@ from backlight.backends.triton.config import key_kernels
 from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import at, load_tile, row_state, row_tile, store_tile, stream_tile
-from backlight.backends.triton.pair import pair_tile
+from backlight.backends.triton.pair import pair_place, pair_tile
 from backlight.backends.triton.primitives import (
     LOG2E,
     Sight,
@@ -83,7 +83,8 @@ def _dkdv_kernel(
                     share = row_tile(share_ptr + offset, i0, sq, 0.0, V, DIRECT, BN, BM)
                 s, slope = logits_of(t, geometry.unit, minus_lse2, geometry, V, SLOPE)
                 if V.PAIR > 0:
-                    s += pair_tile(pair, pair_desc, (b, h, i0, j0), sq, V, PAIR_TMA, BM, BN, True) * LOG2E
+                    place = pair_place(b, h, i0, j0, segment, V)
+                    s += pair_tile(pair, pair_desc, place, sq, V, PAIR_TMA, BM, BN, True) * LOG2E
                 if V.BIAS:
                     entry = table_entry(i0 + shift - j0 + geometry.bias_origin, geometry, False)
                     s = add_bias(s, geometry.unit, own_table_ptr, entry, i0, span, geometry, V, BN, BM)
@@ -111,7 +112,7 @@ def _dkdv_kernel(
                         column += tl.sum(ds, 1)
                     dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=V.PRECISION)
         if WANT_COLUMNS:
-            at_key = tl.cast(b * geometry.heads + h, tl.int64) * sk + j0 + tl.arange(0, BN)
+            at_key = tl.cast(b * geometry.heads + h, tl.int64) * sk + segment.k_start + j0 + tl.arange(0, BN)
             tl.store(columns_ptr + at_key, column, mask=tl.arange(0, BN) < n_keys)
     if WANT_DK:
         store_tile(at(dk_rows, b, g, segment.k_start + j0), dk_rows.row, n_keys, dk * scale, BN, V.D, V.BD)

@@ -13,7 +13,7 @@ from torch import Tensor
 from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch, rows_of
-from backlight.backends.triton.loads import row_state, stream_tile
+from backlight.backends.triton.loads import key_tile, load_vector, row_state, stream_tile
 from backlight.backends.triton.pair import Pair, pair_start, pair_tile, store_pair
 from backlight.backends.triton.primitives import (
     LOG2E,
@@ -23,6 +23,7 @@ from backlight.backends.triton.primitives import (
     Sight,
     key_span,
     logits_of,
+    nth_segment,
     tile_gradient,
     tile_weights,
 )
@@ -46,6 +47,37 @@ def row_vectors(tensors, b, h, pitch16, i0, geometry, BM: tl.constexpr):
 def member_of(number, entry_b, entry_h, own_heads, pair):
     """(batch entry, head) of a member of an entry of the bias."""
     return entry_b * pair.sharing + number // own_heads, entry_h + number % own_heads
+
+
+@triton.jit
+def member_ds(
+    tensors, descriptors, block, j0, span, at_edge, addend, delta, frame, lengths,
+    V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """ds of the rows of a block and the keys from j0 on. addend: pair bias less lse, in base 2; lengths: of whole tensors."""
+    geometry = frame.geometry
+    segment = block.segment
+    q_desc, do_desc, k_desc, v_desc = descriptors
+    sq, sk, n_segments = lengths
+    i0 = block.row - segment.q_start
+    rows_place = (block.b, block.h, segment.q_start)
+    q = stream_tile(tensors.q, q_desc, rows_place, i0, segment.sq, BM, V.D, V.BD, TMA)
+    k = key_tile(tensors.k, k_desc, block, j0, BN, V.D, V.BD, TMA)
+    do = stream_tile(tensors.do, do_desc, rows_place, i0, segment.sq, BM, V.DV, V.BDV, TMA)
+    v = key_tile(tensors.v, v_desc, block, j0, BN, V.DV, V.BDV, TMA)
+    t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
+    s, _ = logits_of(t, geometry.unit, addend, geometry, V, "none")
+    if V.BIAS:
+        entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
+        table = head_table(tensors.table_ptr, block.h, geometry, True)
+        s = add_bias(s, geometry.unit, table, entry, j0, span, geometry, V, BM, BN)
+    dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
+    intervals = intervals_of(frame.mask, block.b, block.h, segment, sq, sk, n_segments, geometry, V, BN)
+    sight = Sight(intervals, segment, frame.packing)
+    keys = (j0 + tl.arange(0, BN))[None, :]
+    p, _ = tile_weights(s, 0.0, 0.0, block.position, keys, at_edge, sight, geometry, V, BN)
+    ds, _ = tile_gradient(p, p, dp, delta, t, V)
+    return ds
 
 
 class Tensors(NamedTuple):
@@ -86,7 +118,6 @@ def _dpair_kernel(
     at_edge = V.INTERVALS > 0
     if V.LEFT or V.RIGHT:
         at_edge = at_edge | (j0 < span.low) | (j0 > span.high)
-    keys = (j0 + tl.arange(0, BN))[None, :]
     bias = pair_tile(pair, pair.ptr, (entry_b * pair.sharing, entry_h, i0, j0), sq, V, False, BM, BN, False) * LOG2E
     total = tl.zeros([BM, BN], tl.float32)
     first = group * each
@@ -99,29 +130,57 @@ def _dpair_kernel(
         next_lse2, next_delta = row_vectors(tensors, first_b, first_h, pitch16, i0, geometry, BM)
         for member in range(first, stop):
             b, h = member_of(member, entry_b, entry_h, own_heads, pair)
-            g = h // geometry.group
+            own = Block(segment, 0, b, h, h // geometry.group, i0, sq - i0, i0 + shift, last_position, position)
             minus_lse2, delta = next_lse2, next_delta
             next_b, next_h = member_of(tl.minimum(member + 1, stop - 1), entry_b, entry_h, own_heads, pair)
             next_lse2, next_delta = row_vectors(tensors, next_b, next_h, pitch16, i0, geometry, BM)
-            q = stream_tile(tensors.q, q_desc, (b, h, 0), i0, sq, BM, V.D, V.BD, TMA)
-            k = stream_tile(tensors.k, k_desc, (b, g, 0), j0, sk, BN, V.D, V.BD, TMA)
-            do = stream_tile(tensors.do, do_desc, (b, h, 0), i0, sq, BM, V.DV, V.BDV, TMA)
-            v = stream_tile(tensors.v, v_desc, (b, g, 0), j0, sk, BN, V.DV, V.BDV, TMA)
-            t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
-            s, _ = logits_of(t, geometry.unit, bias + minus_lse2, geometry, V, "none")
-            if V.BIAS:
-                entry = table_entry(i0 + shift - j0 + geometry.bias_origin, geometry, True)
-                s = add_bias(
-                    s, geometry.unit, head_table(tensors.table_ptr, h, geometry, True), entry, j0, span, geometry, V, BM, BN
-                )
-            dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
-            intervals = intervals_of(frame.mask, b, h, segment, sq, sk, n_segments, geometry, V, BN)
-            sight = Sight(intervals, segment, frame.packing)
-            p, _ = tile_weights(s, 0.0, 0.0, position, keys, at_edge, sight, geometry, V, BN)
-            ds, _ = tile_gradient(p, p, dp, delta, t, V)
-            total += ds
+            total += member_ds(
+                tensors, (q_desc, do_desc, k_desc, v_desc), own, j0, span, at_edge, bias + minus_lse2, delta, frame,
+                (sq, sk, n_segments), V, TMA, BM, BN,
+            )  # fmt: skip
     entries = tl.num_programs(1) // groups // bias_heads
     store_pair(tensors.dpair, (group * entries + entry_b, entry_h, i0, j0), sq, total, BM, BN)
+
+
+@triton.jit(do_not_specialize=["members", "each", "groups", "bias_heads", "pitch16", "sq", "sk", "n_segments"])
+def _packed_dpair_kernel(
+    tensors, q_desc, do_desc, k_desc, v_desc, members, each, groups, own_heads, bias_heads, pitch16, frame, sq, sk, n_segments,
+    V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """`_dpair_kernel` of packed sequences, whose rows and keys are counted in each of them. No descriptors."""
+    pair = tensors.pair
+    geometry = frame.geometry
+    key_tiles = tl.cdiv(pair.keys, BN)
+    i0, j0 = tl.program_id(0) // key_tiles * BM, tl.program_id(0) % key_tiles * BN
+    group = tl.program_id(1) % groups
+    entry_b, entry_h = tl.program_id(1) // groups // bias_heads, tl.program_id(1) // groups % bias_heads
+    place = (entry_b * pair.sharing, entry_h, i0, j0)
+    bias = pair_tile(pair, pair.ptr, place, i0 + BM, V, False, BM, BN, False) * LOG2E
+    rows = (i0 + tl.arange(0, BM))[:, None]
+    total = tl.zeros([BM, BN], tl.float32)
+    for member in range(group * each, tl.minimum(group * each + each, members)):
+        number, h = member_of(member, entry_b, entry_h, own_heads, pair)
+        segment = nth_segment(number, frame.packing)
+        shift = segment.sk - segment.sq
+        n_rows = segment.sq - i0
+        last_position = tl.minimum(i0 + BM, segment.sq) - 1 + shift
+        block = Block(
+            segment, 0, 0, h, h // geometry.group, segment.q_start + i0, n_rows, i0 + shift, last_position, rows + shift
+        )
+        span = key_span(block, geometry, V, BN)
+        if (n_rows > 0) & (j0 < segment.sk) & (j0 >= span.start) & (j0 < span.stop):
+            offset = row_state(0, h, segment.q_start + i0, pitch16, geometry)
+            minus_lse2 = load_vector(tensors.minus_lse2_ptr + offset, 0, n_rows, float("-inf"), BM, True)[:, None]
+            delta = load_vector(tensors.delta_ptr + offset, 0, n_rows, 0.0, BM, True)[:, None]
+            at_edge = (j0 < span.low) | (j0 > span.high) | (V.INTERVALS > 0)
+            ds = member_ds(
+                tensors, (q_desc, do_desc, k_desc, v_desc), block, j0, span, at_edge, bias + minus_lse2, delta, frame,
+                (sq, sk, n_segments), V, False, BM, BN,
+            )  # fmt: skip
+            # other sequences may have these rows
+            total += tl.where(rows < segment.sq, ds, 0.0)
+    entries = tl.num_programs(1) // groups // bias_heads
+    store_pair(tensors.dpair, (group * entries + entry_b, entry_h, i0, j0), i0 + BM, total, BM, BN)
 
 
 class Parts(NamedTuple):
@@ -154,19 +213,35 @@ def _pair_sums_kernel(parts, dpair, members, rows, bias_heads, PARTS: tl.constex
     tl.store(pointers, tl.sum(total, 0).to(dpair.ptr.dtype.element_ty), mask=exists)
 
 
+@triton.jit(do_not_specialize=["members", "bias_heads", "sk"])
+def _packed_columns_kernel(columns_ptr, cu_k_ptr, dpair, members, own_heads, bias_heads, sk, COLUMNS: tl.constexpr):
+    """dpair [Zb,Hb,1,Sk] of the column sums [Hq,Tk] of packed sequences, always in the same order."""
+    b = tl.program_id(1) // bias_heads
+    h = tl.program_id(1) % bias_heads
+    key = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for member in range(members):
+        number, own = member_of(member, b, h, own_heads, dpair)
+        start = tl.load(cu_k_ptr + number)
+        n_keys = tl.load(cu_k_ptr + number + 1) - start
+        total += tl.load(columns_ptr + tl.cast(own, tl.int64) * sk + start + key, mask=key < n_keys, other=0.0)
+    pointers = pair_start(dpair, b * dpair.sharing, h, 0, 0) + key * dpair.key
+    tl.store(pointers, total.to(dpair.ptr.dtype.element_ty), mask=key < dpair.keys)
+
+
 def way_of(call: Call) -> str:
     """How dpair_bias is made: "tiles" of the dq kernel, "columns" of the dk kernel, or by an "owner" of each tile."""
     assert call.pair_bias is not None
     if call.pair_bias.shape[2] == 1:
         return "columns"
-    return "tiles" if call.pair_bias.shape[:2] == call.q.shape[:2] else "owner"
+    return "tiles" if call.owns_pairs else "owner"
 
 
 def empty_tiles(launch: Launch) -> Tensor:
     """For the dq kernel to fill: zeros where there are tiles that it does not visit."""
     call = launch.call
     assert call.pair_bias is not None
-    if call.spec.masked or call.spec.rows or not call.q.numel():
+    if call.spec.masked or call.spec.rows or call.varlen or not call.q.numel():
         return torch.zeros(call.pair_bias.shape, dtype=call.pair_bias.dtype, device=call.q.device)
     return torch.empty_like(call.pair_bias)
 
@@ -183,8 +258,24 @@ def dpair_of_columns(launch: Launch, columns: Tensor) -> Tensor:
     assert call.pair_bias is not None
     _, heads, keys = columns.shape
     own_heads = heads // call.pair_bias.shape[1]
+    if call.varlen:
+        return packed_dpair_of_columns(launch, columns, call.sharing * own_heads, own_heads)
     parts = Parts(columns, call.sharing * heads * keys, keys, heads * keys, keys, own_heads)
     return summed(launch, parts, call.sharing * own_heads, 32)
+
+
+def packed_dpair_of_columns(launch: Launch, columns: Tensor, members: int, own_heads: int) -> Tensor:
+    pair_bias = launch.call.pair_bias
+    assert pair_bias is not None
+    dpair = torch.empty_like(pair_bias)
+    entries, bias_heads, _, keys = pair_bias.shape
+    grid = (triton.cdiv(keys, COLUMNS), entries * bias_heads)
+    if grid[0] and grid[1]:
+        cu_k = launch.borders(launch.call.cu_seqlens_k, COLUMNS)
+        sizes = (members, own_heads, bias_heads, columns.shape[-1])
+        constants = {"COLUMNS": COLUMNS, "num_warps": 4, "enable_fp_fusion": True}
+        launch.start(_packed_columns_kernel, grid, columns, cu_k, launch.pair_of(dpair), *sizes, **constants)
+    return dpair
 
 
 def dpair_by_owner(launch: Launch, rows: RowState) -> Tensor:
@@ -203,12 +294,12 @@ def dpair_by_owner(launch: Launch, rows: RowState) -> Tensor:
         target = launch.pair_of(made)._replace(sharing=1)
     else:
         made = torch.empty(groups, entries, bias_heads, sq, sk, dtype=torch.float32, device=call.q.device)
-        target = Pair(made, bias_heads * sq * sk, sq * sk, sk, 1, 1, sk)
+        target = Pair(made, bias_heads * sq * sk, sq * sk, sk, 1, 1, sq, sk)
     own = (rows_of(x) for x in (launch.q, launch.k, launch.v, rows.do))
     state = rows.minus_lse2, rows.delta, launch.table
-    packing, geometry, *lengths = launch.shared(None, config.block_m)
+    packing, geometry, *lengths = launch.shared(call.cu_seqlens_q, config.block_m)
     launch.start(
-        _dpair_kernel,
+        _packed_dpair_kernel if call.varlen else _dpair_kernel,
         (tiles, entries * bias_heads * groups),
         Tensors(*own, *state, launch.pair_of(call.pair_bias), target),
         *launch.all_described(config, (launch.q, rows.do), (launch.k, launch.v)),

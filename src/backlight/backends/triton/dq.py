@@ -9,11 +9,11 @@ from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch
 from backlight.backends.triton.loads import at, key_tile, load_vector, own_tile, row_state, store_tile
-from backlight.backends.triton.pair import pair_tile, store_pair
+from backlight.backends.triton.pair import block_place, pair_tile, store_pair
 from backlight.backends.triton.primitives import (
     LOG2E,
     Sight,
-    key_span,
+    keys_of,
     logits_of,
     own_counts,
     row_block,
@@ -21,7 +21,7 @@ from backlight.backends.triton.primitives import (
     tile_gradient,
     tile_weights,
 )
-from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
+from backlight.backends.triton.visits import visited
 
 
 @triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
@@ -46,10 +46,7 @@ def _dq_kernel(
     BD: tl.constexpr = V.BD
     SLOPE: tl.constexpr = "apart" if V.TAU or WANT_DPAIR else "within"
     dq = tl.zeros([BM, BD], tl.float32)
-    span = key_span(block, geometry, V, BN)
-    key_tiles = tiles_of(sk, n_segments, V, BN)
-    visits = visits_of(span, mask, block.b, block.h, block.tile, tl.num_programs(0), key_tiles, geometry, V, BN)
-    intervals = intervals_of(mask, block.b, block.h, block.segment, sq, sk, n_segments, geometry, V, BN)
+    span, visits, intervals = keys_of(block, mask, sq, sk, n_segments, geometry, V, BN)
     sight = Sight(intervals, block.segment, packing)
     if visits.start < visits.stop:
         for step in range(visits.start, visits.stop, BN):
@@ -59,7 +56,8 @@ def _dq_kernel(
             t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
             s, slope = logits_of(t, geometry.unit, minus_lse2, geometry, V, SLOPE)
             if V.PAIR > 0:
-                s += pair_tile(pair, pair_desc, (block.b, block.h, block.row, j0), sq, V, PAIR_TMA, BM, BN, False) * LOG2E
+                place = block_place(block, j0, V)
+                s += pair_tile(pair, pair_desc, place, block.segment.sq, V, PAIR_TMA, BM, BN, False) * LOG2E
             if V.BIAS:
                 entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
                 s = add_bias(s, geometry.unit, table_ptr, entry, j0, span, geometry, V, BM, BN)
@@ -71,7 +69,8 @@ def _dq_kernel(
             p, _ = tile_weights(s, share, 0.0, block.position, keys, at_edge, sight, geometry, V, BN)
             ds, dx = tile_gradient(p, surviving(p, share, V), dp, delta, slope, V)
             if WANT_DPAIR:
-                store_pair(dpair, (block.b, block.h, block.row, j0), sq, ds, BM, BN)
+                place = block_place(block, j0, V)
+                store_pair(dpair, place, block.segment.sq, ds, BM, BN)
             dq = tl.dot(dx.to(k.dtype), k, dq, input_precision=V.PRECISION)
     store_tile(at(dq_rows, block.b, block.h, block.row), dq_rows.row, block.n_rows, dq * scale, BM, V.D, V.BD)
 

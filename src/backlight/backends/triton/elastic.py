@@ -16,7 +16,7 @@ from backlight.backends.triton.primitives import (
     LOG2E,
     Frame,
     Sight,
-    key_span,
+    keys_of,
     logits_of,
     own_counts,
     positive,
@@ -24,7 +24,7 @@ from backlight.backends.triton.primitives import (
     tile_weights,
     visible_count,
 )
-from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
+from backlight.backends.triton.visits import visited
 
 
 class Tensors(NamedTuple):
@@ -64,10 +64,7 @@ def _elastic_kernel(
     BDV: tl.constexpr = V.BDV
     o = tl.zeros([BM, BDV], tl.float32)
     u = tl.zeros([BM, BDV], tl.float32)
-    span = key_span(block, geometry, V, BN)
-    key_tiles = tiles_of(sk, n_segments, V, BN)
-    visits = visits_of(span, frame.mask, block.b, block.h, block.tile, tl.num_programs(0), key_tiles, geometry, V, BN)
-    intervals = intervals_of(frame.mask, block.b, block.h, block.segment, sq, sk, n_segments, geometry, V, BN)
+    span, visits, intervals = keys_of(block, frame.mask, sq, sk, n_segments, geometry, V, BN)
     sight = Sight(intervals, block.segment, packing)
     if visits.start < visits.stop:
         for step in range(visits.start, visits.stop, BN):

@@ -13,9 +13,9 @@ from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.elastic import elastic_of
 from backlight.backends.triton.launch import Launch, compact
 from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
-from backlight.backends.triton.pair import pair_tile
-from backlight.backends.triton.primitives import LN2, LOG2E, key_span, logits_of, row_block, visible
-from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
+from backlight.backends.triton.pair import block_place, pair_tile
+from backlight.backends.triton.primitives import LN2, LOG2E, keys_of, logits_of, row_block, visible
+from backlight.backends.triton.visits import visited
 from backlight.call import Call
 
 # base-2 logits of a softcap that needs no running maximum, and the lowest reference of a row: 2^96, added up over 2^20 keys and
@@ -50,10 +50,7 @@ def _fwd_kernel(
     # largest products of rows, negated where the scale is; of what is not s they need a look of their own
     peak = tl.full([BM], float("-inf"), tl.float32)
     APART: tl.constexpr = V.SOFTCAP or V.BIAS or V.PAIR > 0
-    span = key_span(block, geometry, V, BN)
-    key_tiles = tiles_of(sk, n_segments, V, BN)
-    visits = visits_of(span, mask, block.b, block.h, block.tile, tl.num_programs(0), key_tiles, geometry, V, BN)
-    intervals = intervals_of(mask, block.b, block.h, block.segment, sq, sk, n_segments, geometry, V, BN)
+    span, visits, intervals = keys_of(block, mask, sq, sk, n_segments, geometry, V, BN)
     if visits.start < visits.stop:
         for step in range(visits.start, visits.stop, BN):
             j0, at_edge = visited(step, visits, V, BN)
@@ -64,7 +61,8 @@ def _fwd_kernel(
             else:
                 addend = 0.0
                 if V.PAIR > 0:
-                    addend = pair_tile(pair, pair_desc, (block.b, block.h, block.row, j0), sq, V, PAIR_TMA, BM, BN, False)
+                    place = block_place(block, j0, V)
+                    addend = pair_tile(pair, pair_desc, place, block.segment.sq, V, PAIR_TMA, BM, BN, False)
                     if V.SOFTCAP:
                         addend *= LOG2E / unit
                 x, _ = logits_of(t, 1.0, addend, geometry, V, "none")

@@ -126,7 +126,7 @@ def fused_of(
     slots = max(1, min(SLOTS // (entries * heads), call.sharing))
     pairs = sq * sk
     parts = torch.empty(slots, entries, heads, pairs, dtype=torch.float32, device=lse.device) if want_dpair else None
-    dpair = None if parts is None else Pair(parts, heads * pairs, pairs, sk, 1, 1, sk)
+    dpair = None if parts is None else Pair(parts, heads * pairs, pairs, sk, 1, 1, sq, sk)
     pair_tma, (pair, pair_desc) = launch.pair(config)
     own = (rows_of(x) for x in (launch.q, launch.k, launch.v, y, dy))
     launch.start(

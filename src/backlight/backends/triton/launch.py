@@ -93,7 +93,7 @@ class Launch(Preparing):
         """Whether main loops read the pair bias through TMA, and what they read it by."""
         b = self.call.pair_bias
         pair = self.pair_of(b)
-        if b is None or b.shape[2] == 1 or b.stride(3) != 1 or not config.tma or not describable(b):
+        if b is None or b.shape[2] == 1 or b.stride(3) != 1 or not config.tma or self.call.varlen or not describable(b):
             return False, (pair, pair.ptr)
         from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -109,9 +109,9 @@ class Launch(Preparing):
     def pair_of(self, tensor: Tensor | None) -> Pair:
         """The pair bias, or what is shaped like it."""
         if tensor is None:
-            return Pair(self.q, 0, 0, 0, 0, 1, 0)
+            return Pair(self.q, 0, 0, 0, 0, 1, 0, 0)
         batch, head, row = (0 if tensor.shape[axis] == 1 else tensor.stride(axis) for axis in range(3))
-        return Pair(tensor, batch, head, row, tensor.stride(3), self.call.sharing, tensor.shape[3])
+        return Pair(tensor, batch, head, row, tensor.stride(3), self.call.sharing, tensor.shape[2], tensor.shape[3])
 
     def mask(self, config: KernelConfig, of_rows: bool) -> Mask:
         """The mask by row intervals, as a kernel reads it whose programs own row tiles or key tiles."""

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from backlight.backends.intervals.kernels import segment_at
 from backlight.backends.triton.softcap import softcapped
-from backlight.backends.triton.visits import in_intervals, mask_number
+from backlight.backends.triton.visits import in_intervals, intervals_of, mask_number, tiles_of, visits_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -168,6 +168,16 @@ def key_span(block, geometry, V: tl.constexpr, BN: tl.constexpr):
     band_lo = first_position + geometry.bias_origin - geometry.n_bias + 1
     band_hi = last_position + geometry.bias_origin + 1
     return span_of(lo, hi, low, high, band_lo, band_hi, BN)
+
+
+@triton.jit
+def keys_of(block, mask, sq, sk, n_segments, geometry, V: tl.constexpr, BN: tl.constexpr):
+    """(span, visits, intervals) of the keys that a block of rows meets; sq, sk: lengths of whole tensors."""
+    span = key_span(block, geometry, V, BN)
+    key_tiles = tiles_of(sk, n_segments, V, BN)
+    visits = visits_of(span, mask, block.b, block.h, block.tile, tl.num_programs(0), key_tiles, geometry, V, BN)
+    intervals = intervals_of(mask, block.b, block.h, block.segment, sq, sk, n_segments, geometry, V, BN)
+    return span, visits, intervals
 
 
 @triton.jit

@@ -9,9 +9,9 @@ from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import at, key_tile, load_vector, own_tile, row_state, store_tile
 from backlight.backends.triton.moving import score_gradient, scores_and_cap, tangent_gradient
-from backlight.backends.triton.primitives import Sight, key_span, row_block, tile_weights
+from backlight.backends.triton.primitives import Sight, keys_of, row_block, tile_weights
 from backlight.backends.triton.second_rows import Prepared
-from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
+from backlight.backends.triton.visits import visited
 
 
 @triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
@@ -38,10 +38,7 @@ def _second_dq_kernel(
     delta = load_vector(sums.delta + offset, 0, block.n_rows, 0.0, BM, True)[:, None]
     BD: tl.constexpr = V.BD
     dq = tl.zeros([BM, BD], tl.float32)
-    span = key_span(block, geometry, V, BN)
-    key_tiles = tiles_of(sk, n_segments, V, BN)
-    visits = visits_of(span, mask, block.b, block.h, block.tile, tl.num_programs(0), key_tiles, geometry, V, BN)
-    intervals = intervals_of(mask, block.b, block.h, block.segment, sq, sk, n_segments, geometry, V, BN)
+    span, visits, intervals = keys_of(block, mask, sq, sk, n_segments, geometry, V, BN)
     sight = Sight(intervals, block.segment, packing)
     if visits.start < visits.stop:
         for step in range(visits.start, visits.stop, BN):

@@ -18,11 +18,11 @@ from backlight.backends.triton.device import device_of
 from backlight.backends.triton.forward import LARGEST
 from backlight.backends.triton.launch import Launch, compact, rows_of
 from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
-from backlight.backends.triton.pair import pair_tile
-from backlight.backends.triton.primitives import LN2, LOG2E, key_span, logits_of, row_block, visible
+from backlight.backends.triton.pair import block_place, pair_tile
+from backlight.backends.triton.primitives import LN2, LOG2E, keys_of, logits_of, row_block, visible
 from backlight.backends.triton.table import table_of
 from backlight.backends.triton.tangent_known import _tangent_known_kernel
-from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
+from backlight.backends.triton.visits import visited
 from backlight.call import Call
 from backlight.config import resolve
 
@@ -74,10 +74,7 @@ def _tangent_kernel(
     BDV: tl.constexpr = V.BDV
     o = tl.zeros([BM, BDV], tl.float32)
     w = tl.zeros([BM, BDV], tl.float32)
-    span = key_span(block, geometry, V, BN)
-    key_tiles = tiles_of(sk, n_segments, V, BN)
-    visits = visits_of(span, mask, block.b, block.h, block.tile, tl.num_programs(0), key_tiles, geometry, V, BN)
-    intervals = intervals_of(mask, block.b, block.h, block.segment, sq, sk, n_segments, geometry, V, BN)
+    span, visits, intervals = keys_of(block, mask, sq, sk, n_segments, geometry, V, BN)
     # a row meets its first key in the first tile, or after a tile that an edge cuts; a pair bias may hide any
     cut_before = 1
     if visits.start < visits.stop:
@@ -94,7 +91,8 @@ def _tangent_kernel(
                 ts = tl.dot(q, tl.trans(tk), ts, input_precision=V.PRECISION)
             addend = 0.0
             if V.PAIR > 0:
-                addend = pair_tile(pair, pair.ptr, (block.b, block.h, block.row, j0), sq, V, False, BM, BN, False)
+                place = block_place(block, j0, V)
+                addend = pair_tile(pair, pair.ptr, place, block.segment.sq, V, False, BM, BN, False)
                 if V.SOFTCAP:
                     addend *= LOG2E / unit
             x, slope = logits_of(t, 1.0, addend, geometry, V, "apart" if T.SCORES else "none")
@@ -107,7 +105,8 @@ def _tangent_kernel(
             if T.BIAS:
                 ts = add_bias(ts, 1.0, ttable_ptr, entry, j0, span, geometry, V, BM, BN)
             if T.PAIR:
-                ts += pair_tile(tpair, tpair.ptr, (block.b, block.h, block.row, j0), sq, V, False, BM, BN, False)
+                place = block_place(block, j0, V)
+                ts += pair_tile(tpair, tpair.ptr, place, block.segment.sq, V, False, BM, BN, False)
             if V.INTERVALS == 0:
                 at_edge = (j0 < span.low) | (j0 > span.high)
             if at_edge:

@@ -9,8 +9,8 @@ import triton.language as tl
 
 from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
-from backlight.backends.triton.primitives import LOG2E, Sight, key_span, logits_of, row_block, tile_weights
-from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
+from backlight.backends.triton.primitives import LOG2E, Sight, keys_of, logits_of, row_block, tile_weights
+from backlight.backends.triton.visits import visited
 
 
 @triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
@@ -41,10 +41,7 @@ def _tangent_known_kernel(
     waiting = 1
     BDV: tl.constexpr = V.BDV
     w = tl.zeros([BM, BDV], tl.float32)
-    span = key_span(block, geometry, V, BN)
-    key_tiles = tiles_of(sk, n_segments, V, BN)
-    visits = visits_of(span, mask, block.b, block.h, block.tile, tl.num_programs(0), key_tiles, geometry, V, BN)
-    intervals = intervals_of(mask, block.b, block.h, block.segment, sq, sk, n_segments, geometry, V, BN)
+    span, visits, intervals = keys_of(block, mask, sq, sk, n_segments, geometry, V, BN)
     if visits.start < visits.stop:
         for step in range(visits.start, visits.stop, BN):
             j0, at_edge = visited(step, visits, V, BN)

@@ -93,7 +93,7 @@ class Half(Oracle):
             head = cut_call(call, {"batch": slice(b, b + 1), "heads": slice(h, h + 1), "kv_heads": slice(g, g + 1)})
             incoming = (None if x is None else x[b : b + 1, h : h + 1] for x in (dy, dlse))
             for _, _, segment, inputs in Oracle(self.stages, self.dtype)._heads(head, *incoming):
-                yield b, h, replace(segment, batch=b), inputs
+                yield b, h, replace(segment, batch=b, number=segment.number if call.varlen else b), inputs
 
     def _place(self, out: Tensor, name: str, value: Tensor, b: int, h: int, segment: Segment, call: Call) -> None:
         if name in KEY_VECTORS and self.combine != "sum":

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from backlight.call import Call
-from backlight.doctor.defects.defect import Defect, always, packed
+from backlight.doctor.defects.defect import Defect, always, both, packed
 from backlight.doctor.defects.mutants import Mutant, Outputs, in_both_halves, with_call, zeroed
 from backlight.problems.axes import KEY_GRADIENTS, ROW_GRADIENTS
 from backlight.reference import STAGES
@@ -41,9 +41,11 @@ _packed = partial(Defect, family="varlen", needs=packed, demo=PACKED)
 
 
 def _leak(name: str, title: str, does: str, stage: str, signal: str, confirm: str, mutant: Mutant) -> Defect:
-    """Boundaries that are not there."""
+    """Boundaries that are not there; a pair bias has no rows and keys of all sequences together."""
     next_check = "Pack a single sequence: the comparison must turn healthy."
-    return _packed(name, title, does, stage, signal, next_check, confirm=f"mutant; {confirm}", variants=always(mutant))
+    variants = always(mutant)
+    needs = both(packed, lambda call: call.pair_bias is None)
+    return _packed(name, title, does, stage, signal, next_check, confirm=f"mutant; {confirm}", variants=variants, needs=needs)
 
 
 DEFECTS = [

@@ -142,15 +142,15 @@ def _dpair_bias_unmasked(capped, bias, column, pair_bias, visible, lse, dp, delt
 
 def shared(call: Call) -> bool:
     """Whether something reads an entry of the bias that something else reads too."""
-    return call.pair_bias is not None and tuple(call.pair_bias.shape[:3]) != tuple(call.q.shape[:3])
+    return call.pair_bias is not None and not call.varlen and tuple(call.pair_bias.shape[:3]) != tuple(call.q.shape[:3])
 
 
 def several_entries(call: Call) -> bool:
-    return call.pair_bias is not None and call.pair_bias.shape[0] > 1
+    return call.pair_bias is not None and not call.varlen and call.pair_bias.shape[0] > 1
 
 
 def with_rows(call: Call) -> bool:
-    return call.pair_bias is not None and call.pair_bias.shape[2] > 1
+    return call.pair_bias is not None and not call.varlen and call.pair_bias.shape[2] > 1
 
 
 def hides(call: Call) -> bool:

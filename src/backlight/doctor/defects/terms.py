@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -179,6 +180,19 @@ def _term(name: str) -> partial[Defect]:
     return partial(Defect, family="terms", needs=has(name), demo={"spec": {"causal": True, name: True}})
 
 
+def _of_some_rows(name: str, sum_over: Callable[[slice], Callable[..., Tensor]], **options: Any) -> Defect:
+    """The gradient of a term that all rows share."""
+    return _term(name)(
+        f"d{name}-rows",
+        f"d{name} is summed over {{detail}} only",
+        "tiles of rows overwrite each other's sum, or the loop over them ends early",
+        f"d{name}",
+        f"d{name} wrong, everything else right",
+        "Set dO to 0 in all other rows: the comparison must turn healthy.",
+        **{"needs": both(has(name), lambda call: not call.varlen), "variants": rows_of_tiles(sum_over, f"d{name}")} | options,
+    )
+
+
 _bias, _tau, _sink, _gate = map(_term, ("bias", "tau", "sink", "gate"))
 
 DEFECTS = [
@@ -201,17 +215,7 @@ DEFECTS = [
         needs=both(has("bias"), several_batches),
         variants=_batches,
     ),
-    _bias(
-        "dbias-rows",
-        "dbias is summed over {detail} only",
-        "tiles of rows overwrite each other's sum, or the loop over them ends early",
-        "dbias",
-        "dbias wrong, everything else right",
-        "Set dO to 0 in all other rows: the comparison must turn healthy.",
-        needs=both(has("bias"), lambda call: not call.varlen),
-        variants=rows_of_tiles(_dbias_of, "dbias"),
-        demo=CAUSAL_TILES | {"spec": {"causal": True, "bias": True}},
-    ),
+    _of_some_rows("bias", _dbias_of, demo=CAUSAL_TILES | {"spec": {"causal": True, "bias": True}}),
     _bias(
         "dbias-edge",
         "the {detail} column of the bias table receives no gradient",
@@ -329,16 +333,7 @@ DEFECTS = [
         needs=negative_tau,
         variants=always(Mutant(backward={"dtau": _every_visible})),
     ),
-    _tau(
-        "dtau-rows",
-        "dtau is summed over {detail} only",
-        "tiles of rows overwrite each other's sum, or the loop over them ends early",
-        "dtau",
-        "dtau wrong, everything else right",
-        "Set dO to 0 in all other rows: the comparison must turn healthy.",
-        needs=both(has("tau"), lambda call: not call.varlen),
-        variants=rows_of_tiles(_dtau_of, "dtau"),
-    ),
+    _of_some_rows("tau", _dtau_of),
     _tau(
         "dtau-undivided",
         "dtau is not divided by the number of visible keys",
@@ -376,17 +371,7 @@ DEFECTS = [
         "Flip the sign: the comparison must turn healthy.",
         variants=always(Mutant(finish=after(dsink=lambda out, call: -out["dsink"]))),
     ),
-    _sink(
-        "dsink-rows",
-        "dsink is summed over {detail} only",
-        "tiles of rows overwrite each other's sum, or the loop over them ends early",
-        "dsink",
-        "dsink wrong, everything else right",
-        "Set dO to 0 in all other rows: the comparison must turn healthy.",
-        needs=both(has("sink"), lambda call: not call.varlen),
-        variants=rows_of_tiles(_dsink_of, "dsink"),
-        demo=CAUSAL_TILES | {"spec": {"causal": True, "sink": True}},
-    ),
+    _of_some_rows("sink", _dsink_of, demo=CAUSAL_TILES | {"spec": {"causal": True, "sink": True}}),
     _sink(
         "dsink-unweighted",
         "dsink sums delta without the sink's weight",

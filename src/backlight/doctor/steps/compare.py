@@ -267,7 +267,7 @@ def exact_zeros(name: str, call: Call, truth: Tensor) -> Tensor:
         zeros[:] = True
         for segment in call.segments():
             seen = intervals.unhidden_heads(call, segment).to(truth.device)
-            own = zeros[segment.batch // call.sharing]
+            own = call.pairs_of(zeros, segment)
             for axis in (0, 1):
                 seen = seen.any(dim=axis, keepdim=True) if own.shape[axis] == 1 else seen
             own &= ~seen

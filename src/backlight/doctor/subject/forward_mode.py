@@ -20,7 +20,7 @@ from backlight.call import Call
 from backlight.doctor.subject.layouts import Layout
 from backlight.doctor.subject.subject import QKV, Subject, parameters_of, wait
 from backlight.doctor.subject.trouble import CouldNotRun, subject_code
-from backlight.problems.axes import AXES
+from backlight.spec import SEQUENCE_OF
 
 # the output that a jvp returns beside its tangent: a kernel of its own may compute it otherwise than the forward does
 OUTPUT = "o (jvp)"
@@ -42,7 +42,7 @@ def told(subject: Subject, tangents: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def run(subject: Subject, call: Call, tangents: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
     """`to`, `tlse` where the subject has it, the output of a jvp of its own, canonical layout; None: no forward mode."""
     layout = subject._layout(call)
-    given = {n: layout.give(t) if "batch" in AXES[n] else t.clone() for n, t in tangents.items()}
+    given = {n: layout.give(t) if n in SEQUENCE_OF else t.clone() for n, t in tangents.items()}
     if subject.jvp is not None:
         found = _by_jvp(subject, subject.jvp, call, layout, given)
     elif subject.backward is None:

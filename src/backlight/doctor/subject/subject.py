@@ -21,8 +21,8 @@ from backlight.call import Call
 from backlight.doctor.subject import layouts
 from backlight.doctor.subject.trouble import CouldNotRun, short_path, subject_code
 from backlight.mask import Mask
-from backlight.problems.axes import AXES, KEY_GRADIENTS, ROW_GRADIENTS, tensors_of
-from backlight.spec import TERM_NAMES
+from backlight.problems.axes import KEY_GRADIENTS, ROW_GRADIENTS, tensors_of
+from backlight.spec import SEQUENCE_OF, TERM_NAMES
 
 MASK = "mask"
 # weights that a backward computes anew
@@ -214,7 +214,7 @@ class Subject:
     def _inputs(self, call: Call, layout: layouts.Layout) -> dict[str, Tensor]:
         """Copies of q, k, v and the terms that the callable can be told, as it reads them."""
         told = {name: x.detach() for name, x in tensors_of(call).items() if name in QKV or self.takes(name)}
-        return {name: layout.give(x) if "batch" in AXES[name] else x.clone() for name, x in told.items()}
+        return {name: layout.give(x) if name in SEQUENCE_OF else x.clone() for name, x in told.items()}
 
     def _forward(self, tensors: dict[str, Tensor], extras: dict[str, Any]) -> dict[str, Any]:
         with subject_code(self.file):
