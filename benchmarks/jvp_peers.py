@@ -12,8 +12,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from triton.runtime.autotuner import Autotuner
 
 Jvp = Callable[..., tuple[Tensor, Tensor]]
 
@@ -31,6 +33,17 @@ def _stand_in(name: str, *members: str) -> None:
             setattr(module, member, _not_called)
 
 
+def _one_look(work: Callable[[], object], **_: Any) -> list[float]:
+    """Their kernels try some fifty tilings for each shape, the worst ten times as slow as the best: two runs of each do."""
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    work()
+    first.record()
+    work()
+    last.record()
+    last.synchronize()
+    return [first.elapsed_time(last)] * 3
+
+
 def _module(variable: str) -> Any:
     spec = importlib.util.spec_from_file_location(variable.lower(), os.environ[variable])
     assert spec is not None
@@ -38,6 +51,9 @@ def _module(variable: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
+    for member in vars(module).values():
+        if isinstance(member, Autotuner):
+            member._do_bench = _one_look
     return module
 
 

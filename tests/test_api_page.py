@@ -35,11 +35,12 @@ def test_every_public_name_is_on_the_page(module: str) -> None:
 def test_what_is_on_the_page_exists_and_says_what_it_is(name: str) -> None:
     module, _, attribute = name.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        owner = importlib.import_module(module)
+        found = getattr(owner, attribute) if hasattr(owner, attribute) else importlib.import_module(name)
     except ModuleNotFoundError:
         # a member of a class
-        owner, _, of = module.rpartition(".")
-        found = getattr(getattr(importlib.import_module(owner), of), attribute)
+        where, _, of = module.rpartition(".")
+        found = getattr(getattr(importlib.import_module(where), of), attribute)
     assert isinstance(found, str) or (found.__doc__ and not found.__doc__.startswith(f"{attribute}(")), name
 
 

@@ -34,6 +34,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backends": set(),
     # no backends: what those that start Triton kernels share
     "backends.replaying": {"_private", "spec", "call", "config"},
+    # the gradient of lse, which torch's kernel has not
+    "backends.aten": {"_private", "call", "backends.tiled"},
     "backends.intervals": {"call"},
     "backends.*": {"_private", "spec", "call", "intervals", "config", "errors", "backends.replaying", "backends.intervals"},
     # on Hopper GPUs the gradients of a pair bias that many heads share come from Gluon kernels

@@ -13,7 +13,7 @@ from backlight.errors import Unsupported
 
 # y, lse, u, largest logits of rows
 Forward = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-ORDER = ("hopper", "triton", "tiled")
+ORDER = ("hopper", "triton", "aten", "tiled")
 # features whose names are not words for a sentence
 NAMED = {
     "packed": "packed sequences",

@@ -115,7 +115,7 @@ def test_a_wrong_peer_is_reported_and_gets_no_speed(tmp_path: Path) -> None:
         flops, median = TINY.flops()["both"], rows[name]["times"]["both"]["median_ms"]
         assert rows[name]["tflops"]["both"] == pytest.approx(flops / median / 1e9)
     assert data["status"] == "complete"
-    assert rows["backlight"]["detail"].startswith("tiled")
+    assert rows["backlight"]["detail"].startswith("aten")
     assert rows["backlight"]["gate"]["judged"]
 
 
@@ -287,7 +287,7 @@ def test_long_lengths_of_the_memory_suite_take_the_verdict_of_short_ones(
 @pytest.mark.clean_memory
 def test_profile_takes_a_call_apart(tmp_path: Path) -> None:
     larger = Workload(replace(TINY.case, sq=256, sk=256, d=64), FP32)
-    data = profile.run(larger, (adapter("backlight"), Wrong()), CPU, tmp_path / "profile.json")
+    data = profile.run(larger, (adapter("backlight:tiled"), Wrong()), CPU, tmp_path / "profile.json")
     assert load(tmp_path / "profile.json") == data
     (found,) = data["profiles"]
     for phase in ("forward", "backward"):

@@ -35,6 +35,7 @@ NAMES = Names(
         "torch.cuda._sleep": Cost("the doctor keeps a stream busy with matrix products", gpu=True),
         "torch._C._current_graph_task_id": Cost("a backward that recomputes in autograd's own thread needs context= by name"),
         "torch.utils._pytree.register_pytree_node": Cost("a mask is no tree of tensors: vmap and export do not look into it"),
+        "torch.cpu._is_amx_tile_supported": Cost("plain calls in bf16 on a CPU do not run on torch's own kernel"),
         "torch._assert_async": Cost("conditions that only values decide go through another operator"),
         "torch._functorch.config": Cost("FlexAttention's backward may not be timed alone", gpu=True),
         "torch._fused_sdp_choice": Cost(_NO_CUDNN, gpu=True),
@@ -64,6 +65,9 @@ _here = NAMES.take("torch.autograd.forward_ad._current_level", None) is not None
 forward_mode: Any = torch.autograd.forward_ad if _here else SimpleNamespace(_current_level=0)
 
 any_autocast: Callable[[], Any] = NAMES.take("torch._C._is_any_autocast_enabled", _perhaps)
+
+
+has_amx: Callable[[], Any] = NAMES.take("torch.cpu._is_amx_tile_supported", lambda: False)
 
 
 # --- shorter ways ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""torch's own fused kernel for CPUs, where it is the fastest way: plain calls, both directions; everything else is for `tiled`."""
+"""torch's own fused kernel for CPUs, where it is the fastest way: plain calls, both directions; the rest is for `tiled`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backlight._private.torch import has_amx
 from backlight.call import Call
 
 aten = torch.ops.aten
@@ -108,7 +109,7 @@ def _like(found: Tensor, given: Tensor) -> Tensor:
 def usable() -> frozenset[torch.dtype]:
     """Without matrix instructions torch's kernel takes many times as long as `tiled` in 16 bits (docs/cpu.md)."""
     found = {torch.float32}
-    if torch.cpu._is_amx_tile_supported():
+    if has_amx():
         found.add(torch.bfloat16)
     return frozenset(found)
 
