@@ -10,6 +10,7 @@ from extras import examine, with_low
 from torch import Tensor
 
 import backlight
+from backlight import operators
 from backlight.reference import oracle
 from cases import BF16, EXTREMES, FP16, FP32, MASKS, PACKED, PAIR_BIAS, SINGLES, TOGETHER, Case, case_id
 
@@ -106,7 +107,8 @@ def test_it_has_no_gradient() -> None:
     with pytest.raises(RuntimeError, match="does not require grad"):
         z.sum().backward()
     (dq,) = torch.autograd.grad(y.sum(), q)
-    assert torch.equal(dq, torch.autograd.grad(backlight.attention(q, k, v, causal=True).sum(), q)[0])
+    plain = backlight.attention(q, k, v, causal=True, backend="tiled")
+    assert torch.equal(dq, torch.autograd.grad(plain.sum(), q)[0])
 
 
 def test_nothing_to_see() -> None:
@@ -138,6 +140,16 @@ def test_compiled(compiler: str) -> None:
         for y, z in (torch.compile(step, fullgraph=True, backend=compiler)(q, k, v), step(q, k, v))
     )
     assert all(map(torch.equal, found, wanted))
+
+
+def test_operators_keep_their_promises() -> None:
+    q, k, v = inputs(1, 2, 9, 8, dtype=BF16)
+    call = backlight.api.call_of(q, k, v, exact_delta=True, max_logit=True)
+    arguments = operators.pack(call, None)
+    torch.library.opcheck(torch.ops.backlight.attention.default, (*arguments, True))
+    with torch.no_grad():
+        y, lse, low, peaks = torch.ops.backlight.attention(*arguments, True)
+    assert (low.shape, peaks.shape) == (y.shape, lse.shape)
 
 
 def transformed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
