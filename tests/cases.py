@@ -1,15 +1,10 @@
 """What tests use of the package's list of cases, under a short name."""
 
 from backlight.cases import (
-    BF16,
     BY_NAME,
     CASES,
     EXTREMES,
     FEATURES,
-    FP16,
-    FP32,
-    FP64,
-    KINK_MARGIN,
     MASKS,
     NUMERICS,
     PACKED,
@@ -18,15 +13,15 @@ from backlight.cases import (
     SINGLES,
     TAU,
     TOGETHER,
-    Case,
-    Problem,
     case_id,
     compatible,
     compose,
-    kink_margin,
     small,
     with_dtypes,
 )
+from backlight.problems.case import BF16, FP16, FP32, FP64, Case, Problem
+from backlight.problems.kink import KINK_MARGIN
+from backlight.problems.kink import margin as kink_margin
 
 __all__ = [
     "BF16",

@@ -37,7 +37,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     # the gradient of lse, which torch's kernel has not
     "backends.aten": {"_private", "call", "backends.tiled"},
     "backends.intervals": {"call"},
-    "backends.*": {"_private", "spec", "call", "intervals", "config", "errors", "backends.replaying", "backends.intervals"},
+    # e4m3 tensors and their scales
+    "quantising": set(),
+    "fp8": {"spec", "call", "registry", "errors", "quantising", "backends.hopper"},
+    "backends.*": {
+        "_private",
+        "spec",
+        "quantising",
+        "call",
+        "intervals",
+        "config",
+        "errors",
+        "backends.replaying",
+        "backends.intervals",
+    },
     # on Hopper GPUs the gradients of a pair bias that many heads share come from Gluon kernels
     "backends.triton.members": {"call", "backends.hopper"},
     "registry": {"spec", "call", "errors"},

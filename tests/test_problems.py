@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from backlight.bench.workload import Workload
-from backlight.cases import BF16, BY_NAME, FP64
+from backlight.cases import BY_NAME
 from backlight.problems import draw, inputs
 from backlight.problems.axes import AXES, Sizes, cut_call, tensors_of
+from backlight.problems.case import BF16, FP64
 from backlight.problems.checks import SHAPES
 from backlight.spec import LEARNED, TERM_NAMES, AttentionSpec
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from backlight.bench.results import SCHEMA, describe, rates
 from backlight.bench.workload import Workload
-from backlight.cases import BF16, Case
+from backlight.problems.case import BF16, Case
 
 MACHINE = {
     "date": "2026-11-15T10:00:00+00:00",

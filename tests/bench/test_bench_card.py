@@ -18,7 +18,7 @@ from backlight.bench.results import load
 from backlight.bench.step import FULL, Settings
 from backlight.bench.suites import MEMORY, OVERHEAD, OVERHEAD_PHASES, SPEED, Suite
 from backlight.bench.workload import Tensors, Workload
-from backlight.cases import FP32, Case
+from backlight.problems.case import FP32, Case
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
 CAUSAL = Workload(Case("causal", b=1, hq=2, hkv=2, sq=48, sk=48, d=16, causal=True), FP32)

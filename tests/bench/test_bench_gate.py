@@ -11,7 +11,7 @@ from torch import Tensor
 from backlight.bench import contenders
 from backlight.bench.gate import Gate
 from backlight.bench.workload import Tensors, Workload
-from backlight.cases import BF16, FP32, Case
+from backlight.problems.case import BF16, FP32, Case
 
 CPU = torch.device("cpu")
 CASE = Case("lazy", b=2, hq=4, hkv=2, sq=100, sk=100, d=16, causal=True, bias=32, tau=(-1.0, 0.5))

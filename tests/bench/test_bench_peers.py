@@ -20,8 +20,8 @@ from backlight.bench.contenders.flex import KERNEL_OPTIONS, Flex, attention, blo
 from backlight.bench.gate import Gate
 from backlight.bench.workload import Workload
 from backlight.call import Call
-from backlight.cases import BF16, FP32, Case
 from backlight.peers import fa3, flex
+from backlight.problems.case import BF16, FP32, Case
 from backlight.reference import oracle
 from backlight.spec import AttentionSpec
 

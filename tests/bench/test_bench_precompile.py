@@ -14,7 +14,7 @@ from backlight.bench.contender import PER_SHAPE
 from backlight.bench.step import Settings
 from backlight.bench.suites import SPEED, Suite
 from backlight.bench.workload import Workload
-from backlight.cases import FP32, Case
+from backlight.problems.case import FP32, Case
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 TINY = Workload(Case("tiny", b=1, hq=2, hkv=2, sq=16, sk=16, d=8, causal=True), FP32)

@@ -11,7 +11,7 @@ from bench_records import record, times, variants_record
 from backlight.bench import regress
 from backlight.bench.results import Results, add_costs, load
 from backlight.bench.workload import Workload
-from backlight.cases import FP32, Case
+from backlight.problems.case import FP32, Case
 
 WORKLOAD = Workload(Case("causal", causal=True), FP32)
 

@@ -25,7 +25,7 @@ from backlight.bench.results import load
 from backlight.bench.step import Settings
 from backlight.bench.suites import MEMORY, OVERHEAD, SPEED, Suite
 from backlight.bench.workload import Tensors, Workload
-from backlight.cases import FP32, Case
+from backlight.problems.case import FP32, Case
 
 CPU = torch.device("cpu")
 TINY = Workload(Case("tiny", b=2, hq=2, hkv=2, sq=40, sk=40, d=8, causal=True), FP32)

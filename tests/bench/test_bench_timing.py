@@ -8,7 +8,7 @@ import torch
 from backlight.bench import contenders, timing
 from backlight.bench.timing import Effort
 from backlight.bench.workload import Workload
-from backlight.cases import FP32, Case
+from backlight.problems.case import FP32, Case
 
 CPU = torch.device("cpu")
 TICK_S = 1e-6

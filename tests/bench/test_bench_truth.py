@@ -7,7 +7,7 @@ import torch
 
 from backlight.bench import truth
 from backlight.bench.workload import Workload
-from backlight.cases import BF16, FP32, Case
+from backlight.problems.case import BF16, FP32, Case
 from backlight.problems.problem import Problem
 
 CPU = torch.device("cpu")

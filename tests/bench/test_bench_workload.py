@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from backlight.bench.workload import Workload
-from backlight.cases import BF16, FP32, Case
+from backlight.problems.case import BF16, FP32, Case
 
 CASES = (
     Case("full", b=2, hq=3, hkv=3, sq=9, sk=9, d=4),

@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import backlight
-from backlight.cases import BF16, BY_NAME, DTYPE_NAMES, FP32, SINGLES, TOGETHER, Problem
+from backlight.cases import BY_NAME, SINGLES, TOGETHER
 from backlight.distributed import ContextParallel, context_parallel
 from backlight.doctor import Subject, assert_healthy
 from backlight.nn import LazyAttention
+from backlight.problems.case import BF16, DTYPE_NAMES, FP32, Problem
 from backlight.spec import AttentionSpec
 from gate import judge
 from running import canonical, leaves, options

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 PATIENCE = 20.0
+# e4m3 is kept as the fp32 numbers that it stands for
 DTYPES = {
+    "fp8": np.float32,
     "fp16": np.float16,
     "fp32": np.float32,
     "int16": np.int16,
@@ -20,7 +22,8 @@ DTYPES = {
     "int1": np.bool_,
     "uint32": np.uint32,
 }
-OF_TORCH = {torch.float16: "fp16", torch.float32: "fp32", torch.int32: "int32", torch.int64: "int64"}
+OF_TORCH = {torch.float8_e4m3fn: "fp8", torch.float16: "fp16", torch.float32: "fp32"}
+OF_TORCH |= {torch.int32: "int32", torch.int64: "int64"}
 
 
 class Machine:
@@ -59,6 +62,9 @@ class Tensor(np.ndarray):
 
     def to(self, dtype: str, bitcast: bool = False) -> Tensor:
         values = np.asarray(self)
+        if dtype == "fp8":
+            rounded = torch.from_numpy(values.astype(np.float32)).clamp(-448, 448).to(torch.float8_e4m3fn)
+            return tensor(rounded.float().numpy())
         return tensor(values.view(DTYPES[dtype]) if bitcast else values.astype(DTYPES[dtype]))
 
 
@@ -173,9 +179,9 @@ class Ordered(Shared):
 
 
 def flat(base: torch.Tensor) -> np.ndarray:
-    """The whole storage of a tensor as a numpy array that shares its memory."""
+    """The whole storage of a tensor as a numpy array that shares its memory; of e4m3 a copy."""
     whole = torch.empty(0, dtype=base.dtype).set_(base.untyped_storage())
-    return whole.numpy()
+    return (whole.float() if base.dtype == torch.float8_e4m3fn else whole).numpy()
 
 
 # --- barriers ----------------------------------------------------------------------------------------------------------------
@@ -242,6 +248,7 @@ class mbarrier:
 
 def bar_arrive(number: Any, THREADS: int, wait: bool = False) -> None:
     """Named hardware barrier; a call stands for all threads of its partition."""
+    assert 0 <= int(number) < 16, f"named barrier {number}: the hardware has sixteen, and another is an illegal instruction"
     with current.changed:
         state = current.named.setdefault(int(number), [0, 0])
         state[0] += current.local.threads

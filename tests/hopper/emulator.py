@@ -56,6 +56,7 @@ _PTX = {
     "abs.f32": np.abs,
     "add.f32": np.add,
     "add.rn.f32": np.add,
+    "cvt.rpi.f32.f32": np.ceil,
     "copysign.f32": lambda sign, value: np.copysign(value, sign),
     "div.full.f32": np.divide,
     "ex2.approx.ftz.f32": np.exp2,
@@ -127,7 +128,7 @@ class language:
 
     float32, float16, bfloat16, int32, int64, int1 = "fp32", "fp16", "bf16", "int32", "int64", "int1"
     int16 = "int16"
-    uint32 = "uint32"
+    uint32, float8e4nv = "uint32", "fp8"
     exp2, log2 = staticmethod(_float(np.exp2)), staticmethod(_float(np.log2))
     abs = staticmethod(lambda x: tensor(np.abs(x)))
     maximum = staticmethod(lambda a, b: tensor(np.maximum(a, b)))

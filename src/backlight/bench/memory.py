@@ -19,7 +19,7 @@ import torch
 from backlight.bench.contender import Contender
 from backlight.bench.contenders import adapter
 from backlight.bench.workload import Workload
-from backlight.cases import Case
+from backlight.problems.case import Case
 
 
 def cuda_peak(contender: Contender) -> int:

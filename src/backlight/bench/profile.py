@@ -23,7 +23,7 @@ from backlight.bench.gate import WRONG, Gate
 from backlight.bench.results import Results
 from backlight.bench.timing import Work, phase_of
 from backlight.bench.workload import Tensors, Workload
-from backlight.cases import DTYPE_NAMES
+from backlight.problems.case import DTYPE_NAMES
 
 PHASES = ("forward", "backward")
 MATMULS = {"_fwd_kernel": 2, "_dq_kernel": 3, "_dkdv_kernel": 4, "_bwd_kernel": 5, "_bwd_narrow_kernel": 5}

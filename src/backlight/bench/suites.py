@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from backlight.bench.workload import PHASES, Workload
-from backlight.cases import BF16, FP32, Case
+from backlight.problems.case import BF16, FP32, Case
 
 SPEED, MEMORY, OVERHEAD = "speed", "memory", "overhead"
 TOKENS, WIDTH = 32768, 2048

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from backlight import intervals
 from backlight.call import Call
-from backlight.cases import DTYPE_NAMES, Case
+from backlight.problems.case import DTYPE_NAMES, Case
 from backlight.problems.draw import borders, call_of, mask_terms, normal, pair_bias_term, terms_to_draw
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}

@@ -74,7 +74,7 @@ class AtenBackend:
     def replay(self, call: Call, tensors: tuple[Any, ...], choice: Any) -> Callable[..., Any] | None:
         causal, scale = call.spec.causal, call.scale
         if not tensors:
-            return lambda given: _forward(*given[:3], causal, scale)
+            return lambda given: _forward(given[0], given[1], given[2], causal, scale)
         if tensors[-1] is not None:
             return None
         return lambda given: _backward((*given[:3], given[-5], given[-4], given[-2]), causal, scale, choice)

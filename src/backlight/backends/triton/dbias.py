@@ -21,9 +21,8 @@ from backlight.backends.triton.loads import load_vector, row_state, stream_tile
 from backlight.backends.triton.pair import pair_place, pair_tile
 from backlight.backends.triton.primitives import (
     LOG2E,
-    Segment,
     logits_of,
-    nth_segment,
+    one_segment,
     own_counts,
     surviving,
     tile_gradient,
@@ -52,6 +51,27 @@ def reaching_bias(table_ptr, h, column, geometry, V: tl.constexpr, BM: tl.conste
     if V.INTERVALS > 0:
         cut = True
     return bias * geometry.unit, cut
+
+
+@triton.jit
+def tiles_at(segment, column, geometry, BM: tl.constexpr, BN: tl.constexpr):
+    """(ahead: row i0 meets key i0 + ahead at this offset; first and last tile of rows that meet keys there)."""
+    ahead = segment.sk - segment.sq + geometry.bias_origin - column
+    first_tile = tl.maximum(1 - BN - ahead, 0) // BM
+    last_tile = tl.cdiv(tl.maximum(tl.minimum(segment.sq, segment.sk - ahead), 0), BM)
+    return ahead, first_tile, last_tile
+
+
+@triton.jit
+def of_keys(p, rows, keys, j0, intervals, segment, V: tl.constexpr, BN: tl.constexpr):
+    """p of keys, from j0 on, that exist and that a mask by intervals shows: other masks are in the bias."""
+    if (j0 < 0) | (j0 + BN > segment.sk):
+        p = tl.where((keys >= 0) & (keys < segment.sk), p, 0.0)
+    if V.INTERVALS > 0:
+        held = tl.maximum(tl.minimum(keys, segment.sk - 1), 0)
+        seen = in_intervals(rows, held, intervals, segment.sq, V, BN)
+        p = tl.where(seen, p, 0.0)
+    return p
 
 
 @triton.jit
@@ -94,16 +114,11 @@ def _dbias_kernel(
     if V.VARLEN:
         segments = n_segments
     for z in range(segments):
-        segment = Segment(0, 0, sq, sk, 0)
-        if V.VARLEN:
-            segment = nth_segment(z, packing)
+        segment = one_segment(z, packing, sq, sk, V)
         intervals = intervals_of(mask, b, h, segment, sq, sk, n_segments, geometry, V, BN)
         place = (b, h, segment.q_start)
         key_place = (b, g, segment.k_start)
-        # row i0 meets key i0 + ahead at this offset
-        ahead = segment.sk - segment.sq + geometry.bias_origin - column
-        first_tile = tl.maximum(1 - BN - ahead, 0) // BM
-        last_tile = tl.cdiv(tl.maximum(tl.minimum(segment.sq, segment.sk - ahead), 0), BM)
+        ahead, first_tile, last_tile = tiles_at(segment, column, geometry, BM, BN)
         row_offset = row_state(b, h, segment.q_start, pitch16, geometry)
         # this split's tiles are first_tile + split, and every splits-th after it
         if first_tile + split < last_tile:
@@ -121,20 +136,9 @@ def _dbias_kernel(
                 dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
                 s, _ = logits_of(t, geometry.unit, bias + minus_lse2, geometry, V, "none")
                 if V.PAIR > 0:
-                    s += (
-                        pair_tile(
-                            pair, pair.ptr, pair_place(b, h, i0, j0, segment, V), segment.sq, V, False, BM, BN, False, True
-                        )
-                        * LOG2E
-                    )
-                p = tl.exp2(s)
-                # masks are in the bias: what is left are keys that do not exist
-                if (j0 < 0) | (j0 + BN > segment.sk):
-                    p = tl.where((keys >= 0) & (keys < segment.sk), p, 0.0)
-                if V.INTERVALS > 0:
-                    held = tl.maximum(tl.minimum(keys, segment.sk - 1), 0)
-                    seen = in_intervals((i0 + row_lanes)[:, None], held, intervals, segment.sq, V, BN)
-                    p = tl.where(seen, p, 0.0)
+                    here = pair_place(b, h, i0, j0, segment, V)
+                    s += pair_tile(pair, pair.ptr, here, segment.sq, V, False, BM, BN, False, True) * LOG2E
+                p = of_keys(tl.exp2(s), (i0 + row_lanes)[:, None], keys, j0, intervals, segment, V, BN)
                 share = minus_lse2
                 if V.TAU:
                     share = load_vector(share_ptr + row_offset, i0, segment.sq, 0.0, BM, V.VARLEN)[:, None]

@@ -11,7 +11,7 @@ from torch import Tensor
 from backlight.backends.triton.config import padded
 from backlight.backends.triton.launch import Launch, compact, rows_of
 from backlight.backends.triton.loads import at, load_tile, row_state, store_tile
-from backlight.backends.triton.primitives import LOG2E, own_counts, segment_of, visible_count
+from backlight.backends.triton.primitives import LOG2E, own_counts, own_rows, visible_count
 from backlight.call import Call
 
 # no row tile of any kernel is higher
@@ -67,17 +67,9 @@ def _delta_kernel(given, made, pitch16, packing, geometry, sq, sk, n_segments, V
 
     minus_lse2 is the base-2 lse, negated; -inf where a row sees nothing, so that its p is 0 (eq. 33).
     """
-    b = tl.program_id(1) // geometry.heads
-    h = tl.program_id(1) % geometry.heads
-    segment, tile = segment_of(tl.program_id(0), packing, sq, sk, n_segments, V)
-    i0 = tile * BM
-    n_rows = segment.sq - i0
-    row = segment.q_start + i0
-    lanes = tl.arange(0, BM)
-    exists = lanes < n_rows
-    in_buffer = exists
-    if not V.VARLEN:
-        in_buffer = lanes >= 0
+    own = own_rows(packing, sq, sk, n_segments, geometry, V, BM)
+    b, h, segment, i0, row, n_rows = own.b, own.h, own.segment, own.i0, own.row, own.n_rows
+    lanes, exists, in_buffer = own.lanes, own.exists, own.in_buffer
     y = load_tile(at(given.y, b, h, row), given.y.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
     if given.low is not None:
         y += load_tile(at(given.low, b, h, row), given.low.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)

@@ -18,6 +18,7 @@ from backlight.backends.triton.pair import pair_place, pair_tile
 from backlight.backends.triton.primitives import (
     LOG2E,
     Sight,
+    cut_rows,
     logits_of,
     own_counts,
     row_span,
@@ -92,13 +93,7 @@ def _dkdv_kernel(
                     # after the branch of the bias (dq.py)
                     dp = tl.dot(v, tl.trans(do), input_precision=V.PRECISION)
                 # keys beyond the end are not stored, rows beyond theirs weigh nothing: neither needs a mask
-                if V.INTERVALS == 0:
-                    if V.LEFT and V.RIGHT:
-                        at_edge = (i0 < span.low) | (i0 > span.high)
-                    elif V.LEFT:
-                        at_edge = i0 > span.high
-                    elif V.RIGHT:
-                        at_edge = i0 < span.low
+                at_edge = cut_rows(i0, span, at_edge, V)
                 if V.TAU:
                     # a row may see this key alone
                     at_edge = (n_keys == 1) | at_edge

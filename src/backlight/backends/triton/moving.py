@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from backlight.backends.triton.loads import load_vector
 from backlight.backends.triton.primitives import LOG2E, logits_of
 
 
@@ -32,6 +33,35 @@ class RowSums(NamedTuple):
     mu: Any
     eta: Any
     delta: Any
+
+
+@triton.jit
+def sums_of(sums, offset, i0, n_rows, B: tl.constexpr, CHECKED: tl.constexpr):
+    """(minus_lse2, mu, eta, delta) of B rows from i0 on, as columns."""
+    minus_lse2 = load_vector(sums.minus_lse2 + offset, i0, n_rows, float("-inf"), B, CHECKED)[:, None]
+    mu = load_vector(sums.mu + offset, i0, n_rows, 0.0, B, CHECKED)[:, None]
+    eta = load_vector(sums.eta + offset, i0, n_rows, 0.0, B, CHECKED)[:, None]
+    delta = load_vector(sums.delta + offset, i0, n_rows, 0.0, B, CHECKED)[:, None]
+    return minus_lse2, mu, eta, delta
+
+
+@triton.jit
+def add_product(total, a, b, THERE: tl.constexpr, V: tl.constexpr):
+    """total + a b^T, or the product alone where there is no total yet."""
+    if THERE:
+        total = tl.dot(a, tl.trans(b), total, input_precision=V.PRECISION)
+    else:
+        total = tl.dot(a, tl.trans(b), input_precision=V.PRECISION)
+    return total
+
+
+@triton.jit
+def below_cap(tx, slope, V: tl.constexpr):
+    """The tangent of scores from that of scores before the cap."""
+    ts = tx
+    if V.SOFTCAP:
+        ts = tx * slope
+    return ts
 
 
 @triton.jit

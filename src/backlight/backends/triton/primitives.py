@@ -81,6 +81,21 @@ class Block(NamedTuple):
     position: Any
 
 
+class OwnRows(NamedTuple):
+    """Rows of a program of a pre-pass, as those of `Block`. exists, in_buffer: which of its lanes are rows of the segment, and
+    which have a place in buffers with room up to the pitch; packed sequences have no such room between them."""
+
+    segment: Any
+    b: Any
+    h: Any
+    i0: Any
+    row: Any
+    n_rows: Any
+    lanes: Any
+    exists: Any
+    in_buffer: Any
+
+
 class Sight(NamedTuple):
     """What decides which keys rows of one sequence see, besides `Geometry`: intervals of keys (`intervals_of`), the sequence,
     and where their number is told."""
@@ -242,6 +257,19 @@ def visible_count(position, segment, packing, geometry, V: tl.constexpr):
 
 
 @triton.jit
+def cut_rows(i0, span, at_edge, V: tl.constexpr):
+    """Whether an edge cuts the rows from i0 on; under a mask by intervals that is known already."""
+    if V.INTERVALS == 0:
+        if V.LEFT and V.RIGHT:
+            at_edge = (i0 < span.low) | (i0 > span.high)
+        elif V.LEFT:
+            at_edge = i0 > span.high
+        elif V.RIGHT:
+            at_edge = i0 < span.low
+    return at_edge
+
+
+@triton.jit
 def own_counts(packing, b, h, sq, geometry, V: tl.constexpr):
     """`packing` with the n of the rows of one head; sq: rows of q."""
     if V.INTERVALS > 0 and V.TAU:
@@ -331,6 +359,15 @@ def nth_segment(z, packing):
 
 
 @triton.jit
+def one_segment(z, packing, sq, sk, V: tl.constexpr):
+    """Segment z of packed sequences, or the only one there is."""
+    segment = Segment(0, 0, sq, sk, 0)
+    if V.VARLEN:
+        segment = nth_segment(z, packing)
+    return segment
+
+
+@triton.jit
 def segment_of(tile, packing, sq, sk, n_segments, V: tl.constexpr):
     """(segment of a program's tile, number of the tile inside it); a tile beyond the last segment finds one without rows."""
     segment = Segment(0, 0, sq, sk, 0)
@@ -359,6 +396,28 @@ def row_block(packing, sq, sk, n_segments, geometry, V: tl.constexpr, BM: tl.con
     position = (first_position + tl.arange(0, BM))[:, None]
     g = h // geometry.group
     return Block(segment, number, b, h, g, segment.q_start + i0, segment.sq - i0, first_position, last_position, position)
+
+
+@triton.jit
+def own_rows(packing, sq, sk, n_segments, geometry, V: tl.constexpr, BM: tl.constexpr):
+    """The rows of a program of a pre-pass, which owns BM of them."""
+    b = tl.program_id(1) // geometry.heads
+    h = tl.program_id(1) % geometry.heads
+    segment, tile = segment_of(tl.program_id(0), packing, sq, sk, n_segments, V)
+    i0 = tile * BM
+    n_rows = segment.sq - i0
+    lanes = tl.arange(0, BM)
+    exists = lanes < n_rows
+    in_buffer = exists
+    if not V.VARLEN:
+        in_buffer = lanes >= 0
+    return OwnRows(segment, b, h, i0, segment.q_start + i0, n_rows, lanes, exists, in_buffer)
+
+
+@triton.jit
+def sink_weight(sink, lse, nothing):
+    """p of the sink; an infinite one is all there is, or nothing. nothing: rows whose sink weighs 0 whatever it is."""
+    return tl.where(nothing, 0.0, tl.where(lse == sink, 1.0, tl.exp2((sink - lse) * LOG2E)))
 
 
 @triton.jit

@@ -7,13 +7,13 @@ import triton.language as tl
 from torch import Tensor
 
 from backlight.backends.triton.band import bias_tile, head_table, table_entry
-from backlight.backends.triton.dbias import parts_of, reaching_bias, store_diagonals, sum_of
+from backlight.backends.triton.dbias import of_keys, parts_of, reaching_bias, store_diagonals, sum_of, tiles_at
 from backlight.backends.triton.launch import Launch, rows_of
-from backlight.backends.triton.loads import load_vector, row_state, stream_tile
-from backlight.backends.triton.moving import scores_and_cap
-from backlight.backends.triton.primitives import Segment, nth_segment
+from backlight.backends.triton.loads import row_state, stream_tile
+from backlight.backends.triton.moving import below_cap, scores_and_cap, sums_of
+from backlight.backends.triton.primitives import one_segment
 from backlight.backends.triton.second_rows import Prepared
-from backlight.backends.triton.visits import in_intervals, intervals_of
+from backlight.backends.triton.visits import intervals_of
 
 
 @triton.jit(do_not_specialize=["splits", "pitch16", "sq", "sk", "n_segments"])
@@ -32,22 +32,16 @@ def _second_dbias_kernel(
     bias, _cut = reaching_bias(table_ptr, h, column, geometry, V, BM, BN)
     tbias = 0.0
     if T.BIAS:
-        own_ttable_ptr = head_table(ttable_ptr, h, geometry, True)
-        tbias = bias_tile(own_ttable_ptr, table_entry(column, geometry, True), geometry, V, BM, BN)
+        tbias = bias_tile(head_table(ttable_ptr, h, geometry, True), table_entry(column, geometry, True), geometry, V, BM, BN)
     total = tl.zeros([BM, BN], tl.float32)
     segments = 1
     if V.VARLEN:
         segments = n_segments
     for z in range(segments):
-        segment = Segment(0, 0, sq, sk, 0)
-        if V.VARLEN:
-            segment = nth_segment(z, packing)
+        segment = one_segment(z, packing, sq, sk, V)
         q_start, k_start = segment.q_start, segment.k_start
         intervals = intervals_of(mask, batch, h, segment, sq, sk, n_segments, geometry, V, BN)
-        # row i0 meets key i0 + ahead at this offset
-        ahead = segment.sk - segment.sq + geometry.bias_origin - column
-        first_tile = tl.maximum(1 - BN - ahead, 0) // BM
-        last_tile = tl.cdiv(tl.maximum(tl.minimum(segment.sq, segment.sk - ahead), 0), BM)
+        ahead, first_tile, last_tile = tiles_at(segment, column, geometry, BM, BN)
         offset = row_state(batch, h, q_start, pitch16, geometry)
         # this split's tiles are first_tile + split, and every splits-th after it
         if first_tile + split < last_tile:
@@ -58,10 +52,7 @@ def _second_dbias_kernel(
                 q = stream_tile(q_rows, 0, (batch, h, q_start), i0, segment.sq, BM, V.D, V.BD, False)
                 k = stream_tile(k_rows, 0, (batch, g, k_start), j0, segment.sk, BN, V.D, V.BD, False)
                 v = stream_tile(v_rows, 0, (batch, g, k_start), j0, segment.sk, BN, V.DV, V.BDV, False)
-                minus_lse2 = load_vector(sums.minus_lse2 + offset, i0, segment.sq, float("-inf"), BM, V.VARLEN)[:, None]
-                mu = load_vector(sums.mu + offset, i0, segment.sq, 0.0, BM, V.VARLEN)[:, None]
-                eta = load_vector(sums.eta + offset, i0, segment.sq, 0.0, BM, V.VARLEN)[:, None]
-                delta = load_vector(sums.delta + offset, i0, segment.sq, 0.0, BM, V.VARLEN)[:, None]
+                minus_lse2, mu, eta, delta = sums_of(sums, offset, i0, segment.sq, BM, V.VARLEN)
                 t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
                 s, _, slope = scores_and_cap(t, bias + minus_lse2, geometry, V)
                 tx = tl.zeros([BM, BN], tl.float32)
@@ -71,9 +62,7 @@ def _second_dbias_kernel(
                 if T.K:
                     tk = stream_tile(tk_rows, 0, (batch, g, k_start), j0, segment.sk, BN, V.D, V.BD, False)
                     tx = tl.dot(q, tl.trans(tk), tx, input_precision=V.PRECISION)
-                ts = tx * scale
-                if V.SOFTCAP:
-                    ts = ts * slope
+                ts = below_cap(tx * scale, slope, V)
                 b = tl.zeros([BM, BN], tl.float32)
                 c = tl.zeros([BM, BN], tl.float32)
                 if T.DO:
@@ -85,14 +74,7 @@ def _second_dbias_kernel(
                     if T.V:
                         tv = stream_tile(tv_rows, 0, (batch, g, k_start), j0, segment.sk, BN, V.DV, V.BDV, False)
                         c = tl.dot(dto, tl.trans(tv), c, input_precision=V.PRECISION)
-                p = tl.exp2(s)
-                # masks are in the bias: what is left are keys that do not exist
-                if (j0 < 0) | (j0 + BN > segment.sk):
-                    p = tl.where((keys >= 0) & (keys < segment.sk), p, 0.0)
-                if V.INTERVALS > 0:
-                    held = tl.maximum(tl.minimum(keys, segment.sk - 1), 0)
-                    seen = in_intervals((i0 + row_lanes)[:, None], held, intervals, segment.sq, V, BN)
-                    p = tl.where(seen, p, 0.0)
+                p = of_keys(tl.exp2(s), (i0 + row_lanes)[:, None], keys, j0, intervals, segment, V, BN)
                 total += p * ((c - delta) + (ts + tbias - mu) * (b - eta))
     store_diagonals(partial_ptr, total, splits, BM, BN)
 

@@ -11,7 +11,7 @@ from backlight.backends.triton.config import second_key_kernels
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import at, load_tile, row_state, row_tile, store_tile, stream_tile
 from backlight.backends.triton.moving import score_gradient, scores_and_cap, tangent_gradient
-from backlight.backends.triton.primitives import Sight, row_span, segment_of, tile_weights
+from backlight.backends.triton.primitives import Sight, cut_rows, row_span, segment_of, tile_weights
 from backlight.backends.triton.second_rows import Prepared
 from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
 
@@ -92,13 +92,7 @@ def _second_dkdv_kernel(
                 if T.DO:
                     do = stream_tile(do_rows, do_desc, (batch, h, segment.q_start), i0, sq, BM, V.DV, V.BDV, TMA)
                 # keys beyond the end are not stored, rows beyond theirs weigh nothing: neither needs a mask
-                if V.INTERVALS == 0:
-                    if V.LEFT and V.RIGHT:
-                        at_edge = (i0 < span.low) | (i0 > span.high)
-                    elif V.LEFT:
-                        at_edge = i0 > span.high
-                    elif V.RIGHT:
-                        at_edge = i0 < span.low
+                at_edge = cut_rows(i0, span, at_edge, V)
                 position = i0 + shift + row_lanes
                 p, _ = tile_weights(s, 0.0, 0.0, position, keys, at_edge, sight, geometry, V, BN)
                 if MOVES:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.launch import Launch, rows_of
-from backlight.backends.triton.loads import at, key_tile, load_vector, own_tile, row_state, store_tile
-from backlight.backends.triton.moving import score_gradient, scores_and_cap, tangent_gradient
+from backlight.backends.triton.loads import at, key_tile, own_tile, row_state, store_tile
+from backlight.backends.triton.moving import add_product, below_cap, score_gradient, scores_and_cap, sums_of, tangent_gradient
 from backlight.backends.triton.primitives import Sight, keys_of, row_block, tile_weights
 from backlight.backends.triton.second_rows import Prepared
 from backlight.backends.triton.visits import visited
@@ -32,10 +32,7 @@ def _second_dq_kernel(
     if T.DTO:
         dto = own_tile(dto_rows, block, BM, V.DV, V.BDV)
     offset = row_state(block.b, block.h, block.row, pitch16, geometry)
-    minus_lse2 = load_vector(sums.minus_lse2 + offset, 0, block.n_rows, float("-inf"), BM, True)[:, None]
-    mu = load_vector(sums.mu + offset, 0, block.n_rows, 0.0, BM, True)[:, None]
-    eta = load_vector(sums.eta + offset, 0, block.n_rows, 0.0, BM, True)[:, None]
-    delta = load_vector(sums.delta + offset, 0, block.n_rows, 0.0, BM, True)[:, None]
+    minus_lse2, mu, eta, delta = sums_of(sums, offset, 0, block.n_rows, BM, True)
     BD: tl.constexpr = V.BD
     dq = tl.zeros([BM, BD], tl.float32)
     span, visits, intervals = keys_of(block, mask, sq, sk, n_segments, geometry, V, BN)
@@ -50,23 +47,17 @@ def _second_dq_kernel(
                 tx = tl.dot(tq, tl.trans(k), input_precision=V.PRECISION)
             if T.K:
                 tk = key_tile(tk_rows, tk_desc, block, j0, BN, V.D, V.BD, TMA)
-                if T.Q:
-                    tx = tl.dot(q, tl.trans(tk), tx, input_precision=V.PRECISION)
-                else:
-                    tx = tl.dot(q, tl.trans(tk), input_precision=V.PRECISION)
+                tx = add_product(tx, q, tk, T.Q, V)
             s, tanh, slope = scores_and_cap(t, minus_lse2, geometry, V)
             tx = tx * scale
-            ts = tx
-            if V.SOFTCAP:
-                ts = tx * slope
+            ts = below_cap(tx, slope, V)
             entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
             if V.BIAS:
                 s = add_bias(s, geometry.unit, table_ptr, entry, j0, span, geometry, V, BM, BN)
             if T.BIAS:
                 ts = add_bias(ts + tl.zeros([BM, BN], tl.float32), 1.0, ttable_ptr, entry, j0, span, geometry, V, BM, BN)
             # after the branches of the bias (dq.py)
-            b = 0.0
-            c = 0.0
+            b, c = 0.0, 0.0
             v = key_tile(v_rows, v_desc, block, j0, BN, V.DV, V.BDV, TMA)
             if T.DTO:
                 b = tl.dot(dto, tl.trans(v), input_precision=V.PRECISION)
@@ -74,14 +65,10 @@ def _second_dq_kernel(
                 c = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
             if T.DTO and T.V:
                 tv = key_tile(tv_rows, tv_desc, block, j0, BN, V.DV, V.BDV, TMA)
-                if T.DO:
-                    c = tl.dot(dto, tl.trans(tv), c, input_precision=V.PRECISION)
-                else:
-                    c = tl.dot(dto, tl.trans(tv), input_precision=V.PRECISION)
+                c = add_product(c, dto, tv, T.DO, V)
             if V.INTERVALS == 0:
                 at_edge = (j0 < span.low) | (j0 > span.high)
-            keys = j0 + key_lanes
-            p, _ = tile_weights(s, 0.0, 0.0, block.position, keys, at_edge, sight, geometry, V, BN)
+            p, _ = tile_weights(s, 0.0, 0.0, block.position, j0 + key_lanes, at_edge, sight, geometry, V, BN)
             dtx, part = tangent_gradient(p, p * (ts - mu), tx, tanh, slope, b, eta, geometry, V, T)
             if T.K:
                 dq = tl.dot(dtx.to(k.dtype), tk, dq, input_precision=V.PRECISION)

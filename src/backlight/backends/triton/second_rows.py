@@ -11,9 +11,9 @@ from torch import Tensor
 from backlight.backends.triton.config import padded
 from backlight.backends.triton.delta import BLOCK
 from backlight.backends.triton.launch import Launch, compact, rows_of
-from backlight.backends.triton.loads import at, load_tile, row_state, store_tile
+from backlight.backends.triton.loads import at, own_tile, row_state, store_tile
 from backlight.backends.triton.moving import Moving, RowSums
-from backlight.backends.triton.primitives import LOG2E, segment_of
+from backlight.backends.triton.primitives import LOG2E, own_rows, sink_weight
 from backlight.backends.triton.table import table_of
 
 
@@ -52,42 +52,31 @@ def _second_rows_kernel(
     dtlse_ptr, sink_ptr, tsink_ptr, sums, dsink_ptr, pitch16, packing, geometry, sq, sk, n_segments,
     V: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(1) // geometry.heads
-    h = tl.program_id(1) % geometry.heads
-    segment, tile = segment_of(tl.program_id(0), packing, sq, sk, n_segments, V)
-    i0 = tile * BM
-    n_rows = segment.sq - i0
-    row = segment.q_start + i0
-    lanes = tl.arange(0, BM)
-    exists = lanes < n_rows
-    in_buffer = exists
-    if not V.VARLEN:
-        in_buffer = lanes >= 0
-    eta = tl.zeros([BM], tl.float32)
-    delta = tl.zeros([BM], tl.float32)
+    own = own_rows(packing, sq, sk, n_segments, geometry, V, BM)
+    b, h, row, n_rows, lanes, exists = own.b, own.h, own.row, own.n_rows, own.lanes, own.exists
+    eta, delta = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     BDV: tl.constexpr = V.BDV
     do = tl.zeros([BM, BDV], tl.float32)
     dgate = tl.zeros([BM, BDV], tl.float32)
-    y = load_tile(at(y_rows, b, h, row), y_rows.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
+    y = own_tile(y_rows, own, BM, V.DV, V.BDV).to(tl.float32)
     if V.GATE:
-        weight = load_tile(at(gate_rows, b, h, row), gate_rows.row, 0, n_rows, BM, V.DV, V.BDV)
-        weight = tl.sigmoid(weight.to(tl.float32))
+        weight = tl.sigmoid(own_tile(gate_rows, own, BM, V.DV, V.BDV).to(tl.float32))
     if G.DY:
-        dy = load_tile(at(dy_rows, b, h, row), dy_rows.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
+        dy = own_tile(dy_rows, own, BM, V.DV, V.BDV).to(tl.float32)
         delta += tl.sum(dy * y, 1)
         if V.GATE:
             dgate += dy * y
             do += dy * weight
     if G.DTY:
-        dty = load_tile(at(dty_rows, b, h, row), dty_rows.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
-        ty = load_tile(at(ty_rows, b, h, row), ty_rows.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
+        dty = own_tile(dty_rows, own, BM, V.DV, V.BDV).to(tl.float32)
+        ty = own_tile(ty_rows, own, BM, V.DV, V.BDV).to(tl.float32)
         eta += tl.sum(dty * y, 1)
         delta += tl.sum(dty * ty, 1)
         if V.GATE:
             dgate += dty * ty
             dto = dty * weight
             if G.GATE:
-                tgate = load_tile(at(tgate_rows, b, h, row), tgate_rows.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
+                tgate = own_tile(tgate_rows, own, BM, V.DV, V.BDV).to(tl.float32)
                 dgate -= dto * y * tgate
                 do += dto * (1.0 - weight) * tgate
             store_tile(at(dto_rows, b, h, row), dto_rows.row, n_rows, dto, BM, V.DV, V.BDV)
@@ -106,9 +95,7 @@ def _second_rows_kernel(
         eta -= tl.where(sees_nothing, 0.0, tl.load(dtlse_ptr + given, mask=exists, other=0.0).to(tl.float32))
     if V.SINK:
         sink = tl.load(sink_ptr + h).to(tl.float32)
-        # an infinite sink is all there is, or nothing
-        p_sink = tl.where(lse == sink, 1.0, tl.exp2((sink - lse) * LOG2E))
-        p_sink = tl.where(sees_nothing | ~exists, 0.0, p_sink)
+        p_sink = sink_weight(sink, lse, sees_nothing | ~exists)
         moved = -mu
         if G.SINK:
             moved += tl.load(tsink_ptr + h).to(tl.float32)
@@ -116,10 +103,10 @@ def _second_rows_kernel(
         tl.store(dsink_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), dsink)
     offset = row_state(b, h, row, pitch16, geometry) + lanes
     minus_lse2 = tl.where(exists & (lse != float("-inf")), -lse * LOG2E, float("-inf"))
-    tl.store(sums.minus_lse2 + offset, minus_lse2, mask=in_buffer)
-    tl.store(sums.mu + offset, mu, mask=in_buffer)
-    tl.store(sums.eta + offset, tl.where(exists, eta, 0.0), mask=in_buffer)
-    tl.store(sums.delta + offset, tl.where(exists, delta, 0.0), mask=in_buffer)
+    tl.store(sums.minus_lse2 + offset, minus_lse2, mask=own.in_buffer)
+    tl.store(sums.mu + offset, mu, mask=own.in_buffer)
+    tl.store(sums.eta + offset, tl.where(exists, eta, 0.0), mask=own.in_buffer)
+    tl.store(sums.delta + offset, tl.where(exists, delta, 0.0), mask=own.in_buffer)
 
 
 def prepare_second_rows(
@@ -175,6 +162,13 @@ def prepare_second_rows(
         )
     if call.sink is not None:
         out["dsink"] = launch.head_sums(dsink, call.sink.dtype, "dsink")
+    return _prepared(launch, tangents, y, (do, dto), sums)
+
+
+def _prepared(
+    launch: Launch, tangents: dict[str, Tensor], y: Tensor, gradients: tuple[Tensor | None, Tensor | None], sums: RowSums
+) -> Prepared:
+    """y: what stands where a gradient is absent."""
     tq, tk, tv = (
         launch.readable(tangents[name]) if name in tangents else own
         for name, own in (("q", launch.q), ("k", launch.k), ("v", launch.v))
@@ -182,5 +176,5 @@ def prepare_second_rows(
     ttable = table_of(launch.start, tangents["bias"], 1.0) if "bias" in tangents else launch.table
     present = [name in tangents for name in ("q", "k", "v", "bias")]
     moves = not {"q", "k", "bias"}.isdisjoint(tangents)
-    moving = Moving(*present, SCORES=moves, DO=do is not None, DTO=dto is not None)
-    return Prepared(tq, tk, tv, *(y if x is None else x for x in (do, dto)), ttable, sums, moving)
+    moving = Moving(*present, moves, *(x is not None for x in gradients))
+    return Prepared(tq, tk, tv, *(y if x is None else x for x in gradients), ttable, sums, moving)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
-from backlight.backends.triton.primitives import LOG2E, Sight, keys_of, logits_of, row_block, tile_weights
+from backlight.backends.triton.primitives import LOG2E, Sight, keys_of, logits_of, row_block, sink_weight, tile_weights
 from backlight.backends.triton.visits import visited
 
 
@@ -86,9 +86,7 @@ def _tangent_known_kernel(
                 w = tl.dot(g_cast, v, w, input_precision=V.PRECISION)
     if V.SINK:
         sink = tl.load(sink_ptr + block.h).to(tl.float32)
-        # an infinite sink is all there is, or nothing
-        p_sink = tl.where(lse == sink, 1.0, tl.exp2((sink - lse) * LOG2E))
-        p_sink = tl.where(sees_nothing, 0.0, p_sink)
+        p_sink = sink_weight(sink, lse, sees_nothing)
         moved = -nu
         if T.SINK:
             moved += tl.load(tsink_ptr + block.h).to(tl.float32)

@@ -1,0 +1,72 @@
+"""The producer partition: one warp that draws tiles, publishes them with Q, and feeds the rings of K and of V transposed."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from backlight.backends.hopper.compat import smem_reinterpret, tma_load
+from backlight.backends.hopper.forward.ring import ring_stage, wait_empty
+from backlight.backends.hopper.forward.tiles import END, draw, locate_tile, publish, tile_blocks
+from backlight.backends.hopper.primitives import WM
+
+
+@gluon.jit
+def load_at(desc, b, h, row, column, bar, dst):
+    tma_load(desc, [b, h, row, column], bar, smem_reinterpret(dst, desc.dtype, desc.block_type.shape, desc.layout))
+
+
+@gluon.jit
+def feed(p, ring, desc, count, b, h, row, column):
+    """A tile into the next stage of a ring, once it is free."""
+    stage = ring_stage(ring, count)
+    full = ring.full.index(stage)
+    if count >= p.V.ST:
+        wait_empty(ring, stage)
+    mbarrier.expect(full, desc.block_type.nbytes)
+    load_at(desc, b, h, row, column, full, ring.tiles.index(stage))
+
+
+@gluon.jit
+def send(p, head, block, ticket, count, turn):
+    """Q of a tile, then K and V of its blocks from right to left. Returns how many blocks so far."""
+    NC: gl.constexpr = p.V.NC
+    b = head // p.heads
+    h = head % p.heads
+    i0 = block * (NC * WM)
+    begin, _, _, end = tile_blocks(p, i0, NC * WM, p.sq, p.sk)
+    publish(p, turn & 3, head, 0, block, ticket)
+    for w in gl.static_range(NC):
+        mbarrier.wait(p.buffers.q_empty.index(w), (turn & 1) ^ 1)
+        mbarrier.expect(p.buffers.q_full.index(w), p.q_desc.block_type.nbytes)
+        load_at(p.q_desc, b, h, i0 + w * WM, 0, p.buffers.q_full.index(w), p.buffers.q.index(w))
+    for j in range(end - begin):
+        key = (end - 1 - j) * p.V.BN
+        feed(p, p.k, p.k_desc, count, b, h // p.group, key, 0)
+        feed(p, p.v, p.v_desc, count, b, h // p.group, 0, key)
+        count += 1
+    return count
+
+
+@gluon.jit
+def producer(p):
+    NC: gl.constexpr = p.V.NC
+    ST: gl.constexpr = p.V.ST
+    tile = gl.program_id(0)
+    count = tile * 0
+    turn = tile * 0
+    while tile < p.n_tiles:
+        ticket = tile
+        head, _, block, _ = locate_tile(p, tile)
+        # asked while consumers are at work on the tile before: the counter takes as long to answer as a load
+        tile = draw(p, tile)
+        count = send(p, head, block, ticket, count, turn)
+        turn += 1
+    # every arrival of the consumers is met, those of the last round included
+    for i in gl.static_range(ST):
+        if count >= ST - i:
+            wait_empty(p.k, ring_stage(p.k, count + i))
+            wait_empty(p.v, ring_stage(p.v, count + i))
+    publish(p, turn & 3, END, 0, 0, 0)
+    for w in gl.static_range(NC):
+        mbarrier.wait(p.buffers.q_empty.index(w), (turn & 1) ^ 1)
+        mbarrier.arrive(p.buffers.q_full.index(w), count=1)
