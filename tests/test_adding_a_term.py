@@ -177,7 +177,7 @@ from backlight.call import tensors_of
 call, plain = call_of(q, q, q, pull=pull), call_of(q, q, q)
 place = spec.TENSOR_NAMES.index("pull")
 assert "Tensor? pull" in str(torch.ops.backlight.attention.default._schema)
-assert len(torch.ops.backlight.attention_backward.default._schema.returns) == len(spec.GRADIENTS) == 9
+assert len(torch.ops.backlight.attention_backward.default._schema.returns) == len(spec.GRADIENTS) == 10
 assert operators.pack(call, None)[place] is pull and operators.unpack(operators.pack(call, None))[0].spec.pull
 assert tensors_of(call)[place] is pull
 assert call.layout != plain.layout and call.layout != call_of(q, q, q, pull=randn(4)[::2]).layout

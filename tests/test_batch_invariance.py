@@ -16,13 +16,14 @@ OPTIONS: dict[str, dict[str, object]] = {
     "window": {"window": (70, 10)},
     "softcap": {"causal": True, "softcap": 3.0},
 }
+SPARSE: dict[str, dict[str, object]] = {"entmax": {"causal": True, "entmax": 1.5}}
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "batched"])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=case_id)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [*OPTIONS, *SPARSE])
 def test_on_a_cpu(name: str, dtype: torch.dtype, packed: bool) -> None:
-    assert not differing(150, 32, 4, dtype, packed=packed, longest=400, **OPTIONS[name])
+    assert not differing(150, 32, 4, dtype, packed=packed, longest=400, **(OPTIONS | SPARSE)[name])
 
 
 @pytest.mark.gpu

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -214,3 +216,68 @@ def test_meta_tensors_have_shapes() -> None:
     q, k, v = (torch.randn(2, 4, 5, d, device="meta") for d in (8, 8, 6))
     y, lse = backlight.attention(q, k, v, return_lse=True)
     assert (y.shape, lse.shape, y.device.type) == ((2, 4, 5, 6), (2, 4, 5), "meta")
+
+
+# --- as quiet as SDPA --------------------------------------------------------------------------------------------------------
+
+
+def graphs(function: Any, calls: list[tuple[Any, ...]]) -> int:
+    """How many graphs all the calls take; each is checked against the function without a compiler."""
+    found = 0
+
+    def count(module: Any, inputs: Any) -> Any:
+        nonlocal found
+        found += 1
+        return module
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend=count)
+    for call in calls:
+        torch.testing.assert_close(compiled(*call), function(*call))
+    return found
+
+
+def packed(lengths: list[int]) -> tuple[Tensor, Tensor]:
+    return torch.randn(sum(lengths), 2, 8), torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+
+
+def qkv(batch: int, rows: int, keys: int) -> tuple[Tensor, ...]:
+    return torch.randn(batch, 4, rows, 8), torch.randn(batch, 2, keys, 8), torch.randn(batch, 2, keys, 8)
+
+
+LENGTHS = ([3, 9, 4], [5, 6, 17, 2], [30, 1, 8, 8, 2], [4, 4], [1, 2, 3])
+CHANGING: dict[str, tuple[Any, list[tuple[Any, ...]]]] = {
+    "rows and keys": (lambda q, k, v: backlight.attention(q, k, v, causal=True), [qkv(2, n, n) for n in (9, 17, 64, 5)]),
+    "keys": (lambda q, k, v: backlight.attention(q, k, v, causal=True), [qkv(2, 7, n) for n in (9, 17, 64, 8)]),
+    "batch": (lambda q, k, v: backlight.attention(q, k, v), [qkv(n, 9, 9) for n in (2, 3, 5, 8)]),
+    "borders": (lambda q, cu: backlight.attention_varlen(q, q, q, cu, causal=True), [packed(each) for each in LENGTHS]),
+    "window": (lambda q, w: backlight.attention(q, q, q, window=(w, w)), [(torch.randn(1, 2, 20, 8), w) for w in (2, 3, 7, 5)]),
+    "causal window": (
+        lambda q, w: backlight.attention(q, q, q, causal=True, window=(w, None)),
+        [(torch.randn(1, 2, 20, 8), w) for w in (2, 3, 7, 5)],
+    ),
+    "window and borders": (
+        lambda q, cu, w: backlight.attention_varlen(q, q, q, cu, window=(w, 0)),
+        [(*packed(each), w) for each, w in zip(LENGTHS, (2, 3, 4, 5, 6), strict=True)],
+    ),
+    "origin": (
+        lambda q, bias, n: backlight.attention(q, q, q, bias=bias, bias_origin=n),
+        [(torch.randn(1, 2, 20, 8), torch.randn(2, 9), n) for n in (2, 3, 5, 7)],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHANGING)
+def test_two_graphs_serve_everything(what: str) -> None:
+    """The second value tells the compiler that there are more: one graph for the first, one for all others. A window in the
+    operator's schema as a plain integer took a graph for each."""
+    assert graphs(*CHANGING[what]) <= 2
+
+
+@pytest.mark.parametrize("option", ["scale", "softcap"])
+def test_a_graph_for_each_float_as_with_sdpa(option: str) -> None:
+    """torch's operators have plain floats, and a graph for each: ours take no more."""
+    q, numbers = torch.randn(1, 2, 9, 8), (0.5, 0.75, 2.0, 0.3)
+    ours = graphs(lambda q, n: backlight.attention(q, q, q, **{option: n}), [(q, n) for n in numbers])
+    theirs = graphs(lambda q, n: torch.nn.functional.scaled_dot_product_attention(q, q, q, scale=n), [(q, n) for n in numbers])
+    assert ours <= theirs

@@ -21,6 +21,7 @@ HEALTHY = (*SINGLES, *TOGETHER, *TAU, *NUMERICS, BY_NAME["rows without keys,ever
 PLAIN = BY_NAME["causal+window"]
 EVERYTHING = BY_NAME["everything,batched,sq<sk"]
 WITH_PAIRS = BY_NAME["pair"]
+WITH_ENTMAX = BY_NAME["entmax"]
 SINK = compose("causal", "sink", "dlse")
 LAZY = compose("causal", "bias", "tau", name="lazy", bias=65, bias_origin=0)
 EMPTY_ROWS = BY_NAME["rows without keys,dlse"]
@@ -182,8 +183,8 @@ def test_defect_turns_it_red(defect: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", [*OUTPUTS, *GRADIENTS])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_one_value_that_is_not_finite(name: str, poison: float) -> None:
-    # a pair bias does not go with tau
-    problem = (WITH_PAIRS if name == "dpair_bias" else EVERYTHING).make(BF16)
+    # neither a pair bias nor entmax goes with tau
+    problem = {"dpair_bias": WITH_PAIRS, "dentmax": WITH_ENTMAX}.get(name, EVERYTHING).make(BF16)
     results = healthy(problem)
     results[name].view(-1)[-1] = poison
     verdict = verdict_of(problem, results)

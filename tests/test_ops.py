@@ -48,8 +48,9 @@ def test_gradcheck_positive_and_negative_tau() -> None:
 
 
 def everything_with(name: str) -> Case:
-    """A pair bias goes neither with tau nor with packed sequences."""
-    return BY_NAME["pair,everything,sq<sk"] if name == "pair_bias" else EVERYTHING
+    """A pair bias goes neither with tau nor with packed sequences, entmax not with tau."""
+    others = {"pair_bias": BY_NAME["pair,everything,sq<sk"], "entmax": BY_NAME["entmax,everything,batched"]}
+    return others.get(name, EVERYTHING)
 
 
 @pytest.mark.parametrize("wanted", LEARNED)

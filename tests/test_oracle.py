@@ -30,7 +30,7 @@ from backlight.spec import LEARNED
 from cases import BF16, BY_NAME, FEATURES, FP16, FP32, FP64, SINGLES, TOGETHER, Case, case_id, compatible, compose, small
 
 compositions = st.sets(st.sampled_from(sorted(FEATURES))).filter(compatible).map(lambda features: compose(*sorted(features)))
-INPUTS = ("q", "k", "v", "bias", "sink", "tau", "gate", "pair_bias", "dy", "dlse")
+INPUTS = ("q", "k", "v", "bias", "sink", "tau", "gate", "pair_bias", "entmax", "dy", "dlse")
 GEOMETRY = ("scale", "softcap", "visible", "n", "column")
 
 

@@ -27,6 +27,7 @@ OPTIONS = {
     "tau": None,
     "gate": None,
     "pair_bias": None,
+    "entmax": None,
     "mask": None,
     "return_lse": False,
     "return_max_logit": False,

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from backlight import direct, operators, registry
 from backlight.arguments import shown
-from backlight.binding import Tensors, Window, bind, bind_like_before, flattened, mask_tensors, tensors_given
+from backlight.binding import Tensors, Window, alphas_of, bind, bind_like_before, flattened, mask_tensors, tensors_given
 from backlight.call import Call
 from backlight.contexts import Context, blocks, innermost
 from backlight.spec import LEARNED
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import backlight.mask
 else:
     # masks are loaded when somebody makes one, or asks for the type of `mask`
-    backlight = sys.modules["backlight"]
+    backlight = sys.modules[__package__]
 
 # of the tiles that `explain` counts
 TILE = (128, 128)
@@ -46,6 +46,7 @@ class Options(TypedDict, total=False):
     tau: Tensor | None
     gate: Tensor | None
     pair_bias: Tensor | None
+    entmax: float | Tensor | None
     mask: backlight.mask.Mask | None
     deterministic: Deterministic
     exact_delta: bool | None
@@ -116,6 +117,7 @@ def attention(
     tau: Tensor | None = None,
     gate: Tensor | None = None,
     pair_bias: Tensor | None = None,
+    entmax: float | Tensor | None = None,
     mask: backlight.mask.Mask | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
@@ -144,13 +146,16 @@ def attention(
         gate: [B, Hq, Sq, Dv]; the output is multiplied by sigmoid(gate).
         pair_bias: [Bb, Hq or 1, Sq or 1, Sk] added to scores before they are masked; in the dtype of q or fp32, any strides. Bb
             divides B: each entry serves B / Bb consecutive ones of the batch. -inf hides a pair. Not together with tau.
+        entmax: alpha of the alpha-entmax that takes the place of the softmax: a number from 1.05 to 2 (1: softmax), or [Hq],
+            learned, held within that range. Weights of low scores are exactly zero. Not together with tau.
         mask: which rows see a key, by intervals of rows (`backlight.mask`), on top of causal and window.
         return_lse: also return the log-sum-exp of each row, differentiable.
-        return_max_logit: also return the largest logit of each query head, for QK-clip; it has no gradient.
+        return_max_logit: also return the largest logit of each query head, for QK-clip; it has no gradient. Not together with
+            entmax.
         deterministic: bitwise repeatable backward; None follows torch.are_deterministic_algorithms_enabled(). "batch": also the
             same bits for a sequence whatever else is in the call (docs/numerics.md).
         exact_delta: keep what rounding took from y, too, so that the delta of the backward is as exact as if y were in fp32; as
-            many bytes again as y has, between forward and backward. None: no. Not together with tau.
+            many bytes again as y has, between forward and backward. None: no. Not together with tau or entmax.
         backend: a backend's name, which never falls back; None chooses (see `explain`).
         context: q, k, v and gate are this rank's shard of a longer sequence (see `backlight.distributed.context_parallel`).
 
@@ -160,6 +165,7 @@ def attention(
         and biases, -inf where nothing is seen. In this order.
         Rows that see no key give y = 0, lse = -inf (with a sink: lse = sink) and zero gradients.
     """
+    alphas, alpha = (None, None) if entmax is None else alphas_of(entmax, q)
     options = {
         "deterministic": deterministic,
         "causal": causal,
@@ -167,11 +173,12 @@ def attention(
         "scale": scale,
         "softcap": softcap,
         "bias_origin": bias_origin,
+        "alpha": alpha,
         "exact_delta": exact_delta,
         "max_logit": return_max_logit,
     }
     rows, pos = (None, None) if mask is None else mask_tensors(mask)
-    tensors = (q, k, v, bias, sink, tau, gate, pair_bias, rows, pos, None, None)
+    tensors = (q, k, v, bias, sink, tau, gate, pair_bias, alphas, rows, pos, None, None)
     found = _attend(tensors, options, False, return_lse, backend, context, mask)
     return _wanted(found, return_lse, return_max_logit) if return_lse or return_max_logit else found[0]
 
@@ -249,6 +256,7 @@ def attention_varlen(
     tau: Tensor | None = None,
     gate: Tensor | None = None,
     pair_bias: Tensor | None = None,
+    entmax: float | Tensor | None = None,
     mask: backlight.mask.Mask | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
@@ -272,6 +280,7 @@ def attention_varlen(
     Returns:
         y [Tq, Hq, Dv]; with `return_lse` also lse [Hq, Tq]; with `return_max_logit` also [Hq], over all sequences.
     """
+    alphas, alpha = (None, None) if entmax is None else alphas_of(entmax, q)
     options = {
         "deterministic": deterministic,
         "causal": causal,
@@ -279,11 +288,12 @@ def attention_varlen(
         "scale": scale,
         "softcap": softcap,
         "bias_origin": bias_origin,
+        "alpha": alpha,
         "exact_delta": exact_delta,
         "max_logit": return_max_logit,
     }
     rows, pos = (None, None) if mask is None else mask_tensors(mask)
-    tensors = (q, k, v, bias, sink, tau, gate, pair_bias, rows, pos, cu_seqlens_q, cu_seqlens_k)
+    tensors = (q, k, v, bias, sink, tau, gate, pair_bias, alphas, rows, pos, cu_seqlens_q, cu_seqlens_k)
     found = _attend(tensors, options, True, return_lse, backend, context)
     return _wanted(found, return_lse, return_max_logit) if return_lse or return_max_logit else found[0]
 

@@ -21,11 +21,12 @@ TILE = (128, 128)
 class AttentionStatistics:
     """Per query head [Hq], over all rows that see at least one key.
 
-    density:    share of visible keys that keep a weight above zero (1 without tau).
+    density:    share of visible keys that keep a weight above zero (1 without tau and entmax).
     mass:       mean sum of a row's weights (1 for plain softmax; less with a sink or a negative tau, more with a positive one).
     dead_rows:  share of rows that keep no key at all.
     live_tiles: share of tiles with a visible key that keep one: what a kernel that skips dead tiles would still compute.
     empty_tiles, full_tiles, partial_tiles: shares of all tiles in which no pair of row and key is visible, every pair, or some.
+    support:    mean number of keys of a row that keep a weight above zero.
     """
 
     density: Tensor
@@ -35,6 +36,7 @@ class AttentionStatistics:
     empty_tiles: Tensor
     full_tiles: Tensor
     partial_tiles: Tensor
+    support: Tensor
 
 
 @torch.no_grad()
@@ -71,4 +73,5 @@ def statistics(
         empty_tiles=1 - seen / tiles,
         full_tiles=full / tiles,
         partial_tiles=(seen - full) / tiles,
+        support=alive / rows.clamp(min=1),
     )

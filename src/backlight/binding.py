@@ -28,6 +28,8 @@ Tensors = tuple[Any, ...]
 
 # y is less than its fp32 sums
 ROUNDED = (torch.float16, torch.bfloat16)
+# of an entmax: below, the gradient by alpha has e ** 2 = (alpha - 1) ** -2 before a difference
+ALPHAS = (1.05, 2.0)
 # where the borders begin
 FIRST_BORDER = len(TENSORS) - 2
 # which tensors have rows or keys, and which have the dtype of q
@@ -40,6 +42,10 @@ def tensors_given(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, 
     if options.get("mask") is not None:
         options |= dict(zip(("rows", "pos"), mask_tensors(options["mask"]), strict=True))
     options.pop("mask", None)
+    if "alpha" in options:
+        raise TypeError("alpha is no keyword of a call: entmax takes it")
+    if options.get("entmax") is not None:
+        options["entmax"], options["alpha"] = alphas_of(options["entmax"], q)
     return (q, k, v, *[options.pop(name, None) for name in TERM_NAMES], cu_seqlens_q, cu_seqlens_k)
 
 
@@ -52,6 +58,23 @@ def mask_tensors(mask: Any) -> tuple[Any, Any]:
         advice = "; backlight.mask.from_dense makes one of a boolean tensor" if isinstance(mask, Tensor) else ""
         raise TypeError(f"mask must be a backlight.mask.Mask or None, got {shown(mask)}{advice}")
     return mask.rows, mask.pos
+
+
+def alphas_of(entmax: Any, q: Any) -> tuple[Tensor | None, float | None]:
+    """entmax as the call has it: one alpha per query head, and the number that they are where it is known; 1 is a softmax."""
+    if isinstance(entmax, Tensor):
+        return (entmax.clamp(*ALPHAS) if entmax.dtype.is_floating_point else entmax), None
+    alpha = plain(entmax)
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+        raise TypeError(f"entmax must be a number, a tensor [Hq] or None, got {shown(entmax)}")
+    if alpha == 1:
+        return None, None
+    if not ALPHAS[0] <= alpha <= ALPHAS[1]:
+        raise ValueError(f"entmax must be 1 (softmax) or from {ALPHAS[0]} to {ALPHAS[1]:g}, got {alpha}")
+    if not isinstance(q, Tensor) or q.dim() < 3:
+        return None, None
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return torch.full((q.shape[-3 if q.dim() > 3 else 1],), float(alpha), dtype=dtype, device=q.device), float(alpha)
 
 
 def bind(tensors: Tensors, options: dict[str, Any], packed: bool, sharded: bool = False, trusted: bool = False) -> Call:
@@ -70,8 +93,7 @@ def bind_batched(tensors: Tensors, options: dict[str, Any], sharded: bool = Fals
     terms = [name for name, x in zip(TENSOR_NAMES, tensors, strict=True) if name in TERM_NAMES and x is not None]
     spec = make_spec(terms=terms, **rest)
     manner = make_manner(**{name: options[name] for name in MANNER if name in options})
-    if manner.exact_delta and spec.tau:
-        raise ValueError("exact_delta must not be True together with tau, whose delta has a second term from 16 bits")
+    _check_together(spec, manner)
     if sharded:
         _check_sharded(manner)
     tensors = _autocast(tensors)
@@ -139,11 +161,12 @@ def make_spec(
     scale: float | None = None,
     softcap: float | None = None,
     bias_origin: int = 0,
+    alpha: float | None = None,
     terms: Iterable[str] = (),
 ) -> AttentionSpec:
     """The options, checked; `terms` names the terms that the call has."""
     left, right = _sides(window)
-    options = tuple(map(plain, (causal, left, right, scale, softcap, bias_origin)))
+    options = tuple(map(plain, (causal, left, right, scale, softcap, bias_origin, alpha)))
     if torch.compiler.is_compiling():
         return _new_spec(*options, *terms)
     try:
@@ -164,6 +187,15 @@ def make_manner(*, deterministic: Any = None, exact_delta: Any = None, max_logit
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     return Manner(bool(deterministic), by_batch, bool(exact_delta), max_logit)
+
+
+def _check_together(spec: AttentionSpec, manner: Manner) -> None:
+    if manner.exact_delta and spec.tau:
+        raise ValueError("exact_delta must not be True together with tau, whose delta has a second term from 16 bits")
+    if manner.exact_delta and spec.entmax:
+        raise ValueError("exact_delta must not be True together with entmax, whose delta comes from other sums than y")
+    if manner.max_logit and spec.entmax:
+        raise ValueError("return_max_logit must not be True together with entmax, which looks for a threshold, not a maximum")
 
 
 def _check_sharded(manner: Manner) -> None:
@@ -192,7 +224,9 @@ def _sides(window: Any) -> tuple[Any, Any]:
     return window[0], window[1]
 
 
-def _new_spec(causal: Any, left: Any, right: Any, scale: Any, softcap: Any, bias_origin: Any, *terms: str) -> AttentionSpec:
+def _new_spec(
+    causal: Any, left: Any, right: Any, scale: Any, softcap: Any, bias_origin: Any, alpha: float | None, *terms: str
+) -> AttentionSpec:
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
     for name, number in (("scale", scale), ("softcap", softcap)):
@@ -206,6 +240,7 @@ def _new_spec(causal: Any, left: Any, right: Any, scale: Any, softcap: Any, bias
         scale=None if scale is None else float(scale),
         softcap=None if softcap is None else float(softcap),
         bias_origin=bias_origin,
+        alpha=alpha,
         **dict.fromkeys(terms, True),
     )
 

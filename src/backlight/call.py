@@ -57,6 +57,7 @@ class Call:
     tau: Tensor | None = None
     gate: Tensor | None = None
     pair_bias: Tensor | None = None
+    entmax: Tensor | None = None
     rows: Tensor | None = None
     pos: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
@@ -134,8 +135,8 @@ class Call:
 
     @property
     def keeps(self) -> bool:
-        """Whether the forward keeps a tensor like y for the backward: u with tau, otherwise the low half of y (eq. 103)."""
-        return self.tau is not None or self.exact_delta
+        """Whether the forward keeps a tensor like y for the backward: u, or the low half of y (eq. 103)."""
+        return self.spec.keeps_u or self.exact_delta
 
     @property
     def output_dtype(self) -> torch.dtype:

@@ -269,6 +269,54 @@ PAIR_BIAS = (
     Case("pair,sk=0", pair_bias=("heads", "rows"), sk=0, sink=True, dlse=True),
 )
 
+ALPHAS = (1.5, 1.25, 2.0, 1.75)
+NO_ENTMAX = ("tau",)
+# a number is compiled in; a tuple is learned
+ENTMAX = (
+    *(Case(f"entmax,{alpha}", causal=True, entmax=alpha, dtypes=EVERY_DTYPE) for alpha in (1.05, 1.25, 1.5, 1.75, 2.0)),
+    Case("entmax", hq=4, hkv=4, entmax=ALPHAS, dtypes=EVERY_DTYPE),
+    *(compose(name, name=f"entmax+{name}", entmax=(1.5, 1.3)) for name in FEATURES if name not in NO_ENTMAX),
+    *(compose(name, name=f"entmax,1.5+{name}", entmax=1.5) for name in FEATURES if name not in NO_ENTMAX),
+    *(
+        compose(
+            *(f for f in FEATURES if f not in (other, "tau", *left)), name=f"entmax,everything,{shape}", entmax=alpha, **rest
+        )
+        for other, shape, left, alpha, rest in (
+            ("sq>sk", "sq<sk", (), ALPHAS, {"dv": 24}),
+            ("sq<sk", "sq>sk", (), 1.5, {"dv": 24}),
+            ("sq<sk", "batched", ("varlen",), ALPHAS, {"mask": "two runs"}),
+            ("sq<sk", "pairs", ("varlen",), (1.5, 1.2), {"b": 4, "pair_bias": ("pairs", "heads", "rows"), "mask": "documents"}),
+        )
+    ),
+    *(Case(f"entmax,s={s}", causal=True, sq=s, sk=s, entmax=1.5) for s in (1, 63, 64, 127, 200)),
+    *(Case(f"entmax,{sq}x{sk}", sq=sq, sk=sk, entmax=(1.5, 2.0)) for sq, sk in ((1, 127), (127, 1), (200, 63))),
+    Case("entmax,sink", causal=True, sink=True, entmax=(1.5, 2.0), dlse=True, dtypes=EVERY_DTYPE),
+    Case("entmax,sink below the threshold", sink=(-40.0, -9.0), entmax=(1.5, 1.25), dlse=True),
+    Case("entmax,sink above all", sink=(40.0, 9.0), entmax=(1.5, 2.0), dlse=True),
+    Case(
+        "entmax,sink,infinite", causal=True, sq=83, sk=47, sink=(math.inf, -math.inf), entmax=(1.5, 2.0), dlse=True, gate=True
+    ),
+    Case("entmax,rows without keys", causal=True, sq=90, sk=20, entmax=(1.5, 1.1), dlse=True, gate=True),
+    Case("entmax,rows without keys,sink", causal=True, sq=90, sk=20, sink=True, entmax=(1.5, 2.0), dlse=True),
+    Case("entmax,self only", window=(0, 0), entmax=(1.5, 2.0), dlse=True, dtypes=EVERY_DTYPE),
+    Case("entmax,ties", logits=0.0, bias=24, bias_origin=7, entmax=ALPHAS, hq=4, hkv=4),
+    Case("entmax,large logits", causal=True, logits=30.0, entmax=(1.5, 1.25)),
+    Case("entmax,low lse", causal=True, logit_shift=-120.0, entmax=(1.5, 1.25)),
+    Case("entmax,sq=0", sq=0, causal=True, sink=True, entmax=1.5, gate=True, dlse=True),
+    Case("entmax,sk=0", sk=0, causal=True, sink=True, entmax=(1.5, 2.0), dlse=True),
+    Case("entmax,mask", mask="two runs", entmax=(1.5, 1.75), dlse=True),
+    Case("entmax,mask,nothing", mask="nothing", entmax=1.5, dlse=True),
+    Case("entmax,mask,pos", mask="two runs", pos=True, sink=True, entmax=(1.5, 1.25)),
+    Case("entmax,mask,varlen", mask="documents", lengths_q=(127, 3, 70), hq=4, causal=True, entmax=1.5),
+    Case("entmax,varlen", lengths_q=(9, 0, 33, 20), lengths_k=(14, 0, 40, 29), causal=True, bias=24, entmax=(1.5, 2.0)),
+    Case("entmax,pair", pair_bias=("heads", "rows"), entmax=1.5, dlse=True),
+    Case("entmax,pair,own", hq=4, pair_bias=OWN, causal=True, entmax=(1.5, 1.3)),
+    Case("entmax,pair,keys", b=4, pair_bias=("batch",), sq=47, sk=83, entmax=1.5),
+    Case("entmax,pair,hidden", pair_bias=("heads", "rows", "hidden"), entmax=(1.5, 2.0), dlse=True),
+    Case("entmax,d=40,dv=8", causal=True, d=40, dv=8, bias=65, entmax=1.5),
+    Case("entmax,d=192,dv=128", b=1, causal=True, d=192, dv=128, entmax=1.5),
+)
+
 CASES: tuple[Case, ...] = (
     *SINGLES,
     *PAIRS,
@@ -283,6 +331,7 @@ CASES: tuple[Case, ...] = (
     *EXTREMES,
     *MASKS,
     *PAIR_BIAS,
+    *ENTMAX,
 )
 BY_NAME = {case.name: case for case in CASES}
 

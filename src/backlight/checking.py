@@ -97,6 +97,10 @@ def _check_terms(call: Call) -> None:
             raise TypeError(f"{term.name} must have the dtype of q, {call.q.dtype}, got {tensor.dtype}")
     if call.pos is not None:
         _check_pos_with(call)
+    if call.entmax is not None and call.tau is not None:
+        raise ValueError(
+            "tau prunes the weights of a softmax, and those of entmax are sparse already: give one of the two, got both"
+        )
 
 
 def _check_pos_with(call: Call) -> None:

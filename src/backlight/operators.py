@@ -20,7 +20,7 @@ from backlight.spec import GRADIENTS, LEARNED, TENSOR_NAMES, TENSORS, TERM_NAMES
 
 SCHEMA = ", ".join(f"Tensor{'?' if each.optional else ''} {each.name}" for each in TENSORS)
 SCALARS = (
-    "bool causal, int? left, int? right, float? scale, float? softcap, int bias_origin, "
+    "bool causal, SymInt? left, SymInt? right, float? scale, float? softcap, SymInt bias_origin, float? alpha, "
     f"{', '.join(f'bool {name}' for name in Manner._fields)}, bool trusted, str? backend"
 )
 library = torch.library.Library("backlight", "DEF")
@@ -38,19 +38,21 @@ def pack(call: Call, backend: str | None) -> tuple[Any, ...]:
     manner = [getattr(call, name) for name in Manner._fields]
     return (
         *[getattr(call, name) for name in TENSOR_NAMES],
-        *(spec.causal, *spec.window, spec.scale, spec.softcap, spec.bias_origin, *manner, call.trusted, backend),
+        *(spec.causal, *spec.window, spec.scale, spec.softcap, spec.bias_origin, spec.alpha),
+        *(*manner, call.trusted, backend),
     )
 
 
 def unpack(args: tuple[Any, ...]) -> tuple[Call, str | None]:
     tensors = dict(zip(TENSOR_NAMES, args, strict=False))
-    causal, left, right, scale, softcap, bias_origin, *manner, trusted, backend = args[len(TENSOR_NAMES) :]
+    causal, left, right, scale, softcap, bias_origin, alpha, *manner, trusted, backend = args[len(TENSOR_NAMES) :]
     spec = AttentionSpec(
         causal=causal,
         window=(left, right),
         scale=scale,
         softcap=softcap,
         bias_origin=bias_origin,
+        alpha=alpha,
         **{name: tensors[name] is not None for name in TERM_NAMES},
     )
     call = call_with(spec, tuple(tensors.values()), manner)
@@ -72,7 +74,7 @@ def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
     *call_args, y, lse, u, dy, dlse, needs = args
     call, backend = unpack(tuple(call_args))
     # beside a tangent nobody has kept a low half
-    kept = u if call.tau is not None or (call.exact_delta and u.numel()) else None
+    kept = u if call.spec.keeps_u or (call.exact_delta and u.numel()) else None
     grads = running.backward(call, backend, y, lse, kept, dy, dlse, tuple(needs))
     return tuple(grads[name] if name in grads else y.new_empty(0) for name in GRADIENTS)
 

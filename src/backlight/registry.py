@@ -57,7 +57,8 @@ class Backend(Protocol):
 
     def forward(self, call: Call, save_u: bool) -> Forward:
         """y like q with Dv columns; lse [B,Hq,Sq] natural log; with `save_u`, where `Call.keeps`, u like y: with tau eq. 12,
-        otherwise the low half of y (eq. 103); with `max_logit` the largest visible x of each row [B,Hq,Sq] (eq. 72)."""
+        with entmax eq. 87, otherwise the low half of y (eq. 103); with `max_logit` the largest visible x of each row [B,Hq,Sq]
+        (eq. 72)."""
         ...
 
     def backward(
@@ -75,7 +76,7 @@ def names() -> tuple[str, ...]:
 def get(name: str) -> Backend:
     if name not in ORDER:
         raise ValueError(f"backend must be one of {', '.join(ORDER)}, got {name!r}")
-    return importlib.import_module(f"backlight.backends.{name}").BACKEND
+    return importlib.import_module(f"{__package__}.backends.{name}").BACKEND
 
 
 def refusals(call: Call) -> dict[str, tuple[str, ...]]:

@@ -18,11 +18,12 @@ from torch import Tensor
 from backlight.derivatives import NO_FORWARD_TWICE, NO_THIRD, Guard
 from backlight.spec import LEARNED, TENSOR_NAMES, Manner
 
-# causal, both ends of the window, scale, softcap and bias_origin; trusted, backend
-N_TENSORS, N_SCALARS, N_LEARNED = len(TENSOR_NAMES), 6 + len(Manner._fields) + 2, len(LEARNED)
+# causal, both ends of the window, scale, softcap, bias_origin and alpha come before the manner; trusted and backend after it
+N_OPTIONS = 7
+N_TENSORS, N_SCALARS, N_LEARNED = len(TENSOR_NAMES), N_OPTIONS + len(Manner._fields) + 2, len(LEARNED)
 N_CALL = N_TENSORS + N_SCALARS
-TAU = TENSOR_NAMES.index("tau")
-EXACT_DELTA = 6 + Manner._fields.index("exact_delta")
+TAU, ENTMAX = (TENSOR_NAMES.index(name) for name in ("tau", "entmax"))
+EXACT_DELTA = N_OPTIONS + Manner._fields.index("exact_delta")
 Maybe = Tensor | None
 NONE: tuple[Maybe, ...] = (None,) * N_LEARNED
 
@@ -57,7 +58,12 @@ def keep_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 
 def _keeps(tensors: Sequence[Maybe], scalars: Sequence[Any]) -> bool:
     """`Call.keeps`."""
-    return tensors[TAU] is not None or scalars[EXACT_DELTA]
+    return _keeps_u(tensors) or scalars[EXACT_DELTA]
+
+
+def _keeps_u(tensors: Sequence[Maybe]) -> bool:
+    """As `AttentionSpec.keeps_u`, by the tensors of a call."""
+    return tensors[TAU] is not None or tensors[ENTMAX] is not None
 
 
 def keep_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -176,7 +182,7 @@ def pushed_backward(ctx: Any, tangents: Sequence[Maybe], run: Run) -> tuple[Any,
         tdy = torch.zeros_like(dy) if tdy is None else tdy
         return run.backward(*tensors, *ctx.scalars, y, lse, u, tdy, tdlse, list(ctx.needs))
     tu = u
-    if tensors[TAU] is not None or ty is None or tlse is None:
+    if _keeps_u(tensors) or ty is None or tlse is None:
         *_, ty, tlse, tu = run.jvp(*tensors, *ctx.scalars, *moving, y, lse, u)
     results, incoming = (y, lse, u, ty, tlse, tu), (tdy, tdlse, dy, dlse)
     found = _second(run, tensors, ctx.scalars, moving, results, incoming, (*ctx.needs, *_no()))

@@ -47,7 +47,7 @@ def _some(x: Tensor | None) -> Tensor | None:
 def _attention_jvp(*args: Any) -> tuple[Tensor, ...]:
     call, backend = unpack(args[:N_CALL])
     y, lse, u = args[-3:]
-    known = None if y is None else (y, lse, None if call.tau is None else u)
+    known = None if y is None else (y, lse, u if call.spec.keeps_u else None)
     from backlight import differentiating
 
     found = differentiating.tangent(call, backend, _tangents(args), known)
@@ -59,7 +59,7 @@ def _attention_jvp(*args: Any) -> tuple[Tensor, ...]:
 def _attention_second(*args: Any) -> tuple[Tensor, ...]:
     call, backend = unpack(args[:N_CALL])
     y, lse, u, ty, tlse, tu, *incoming, needs = args[N_CALL + N_LEARNED :]
-    results = (y, lse, None if call.tau is None else u, ty, tlse, _some(tu) if call.tau is not None else None)
+    results = (y, lse, u if call.spec.keeps_u else None, ty, tlse, _some(tu) if call.spec.keeps_u else None)
     wanted = frozenset(name for name, need in zip(NEEDS, needs, strict=True) if need)
     from backlight import differentiating
 
@@ -94,7 +94,7 @@ def _attention_jvp_fake(*args: Any) -> tuple[Tensor, ...]:
     known = args[-3] is not None
     y, lse = args[-3:-1] if known else empty_outputs(call)
     nothing = call.q.new_empty
-    with_u = call.tau is not None
+    with_u = call.spec.keeps_u
     tu = torch.empty_like(y) if with_u and "v" in _tangents(args) else nothing(0)
     tangents = torch.empty_like(y), torch.empty_like(lse), tu
     if known:

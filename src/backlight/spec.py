@@ -42,6 +42,8 @@ LN2 = math.log(2.0)
 # no row is this far from a key: kernels count positions in 32 bits, and a reach must not leave them when one is added to it
 BEYOND = 1 << 30
 LARGEST = sys.float_info.max
+# a compiler puts a symbol in the place of a number that differs from call to call
+WHOLE = (int, torch.SymInt)
 
 Index = TypeVar("Index", int, Tensor)
 
@@ -85,6 +87,7 @@ TERMS = (
     Input("tau", ("heads",)),
     Input("gate", ("batch", "heads", "rows", "values"), like_q=True),
     Input("pair_bias", ("batch", "heads", "rows", "keys")),
+    Input("entmax", ("heads",)),
     Input("rows", ("batch", "heads", "ends", "keys"), learned=False),
     Input("pos", ("batch", "rows"), learned=False),
 )
@@ -133,9 +136,13 @@ class AttentionSpec:
     pair_bias:   a learned logit [Bb, Hq|1, Sq|1, Sk] is added after softcap and bias, before masks. Bb divides B: each entry
                  serves B / Bb consecutive ones of the batch. -inf hides a pair but not from n: not together with tau. Packed
                  sequences count as the batch, and i and j in their own sequence: the longest decides Sq and Sk.
+    entmax:      weights are alpha-entmax of the scores with a learned alpha [Hq] from 1.05 to 2: exactly zero for keys whose
+                 score lies below a threshold of the row. A sink is one more entry. lse is (theta + 1) / (alpha - 1) (eq. 88).
+                 Not together with tau.
     rows:        a mask by row intervals [B|1, Hq|1, 2 or 4, Sk]: key j is seen by rows first_j <= i < end_j, or by those of a
                  second interval, and by none that causal, window or a border hides from it.
     pos:         the intervals are compared with pos_i [B|1, Sq] instead of i; causal, window and borders are not.
+    alpha:       the entmax of every head where it was given as a number: kernels are compiled for it. It changes no result.
     """
 
     causal: bool = False
@@ -148,8 +155,10 @@ class AttentionSpec:
     tau: bool = False
     gate: bool = False
     pair_bias: bool = False
+    entmax: bool = False
     rows: bool = False
     pos: bool = False
+    alpha: float | None = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.window, tuple) and len(self.window) == 2):
@@ -157,7 +166,7 @@ class AttentionSpec:
         for side, reach in zip(("left", "right"), self.window, strict=True):
             if reach is None:
                 continue
-            if isinstance(reach, bool) or not isinstance(reach, int):
+            if isinstance(reach, bool) or not isinstance(reach, WHOLE):
                 raise TypeError(f"window {side} must be an int or None, got {reach!r}")
             if reach < 0:
                 raise ValueError(f"window {side} must be >= 0 or None for unbounded, got {reach}")
@@ -168,7 +177,7 @@ class AttentionSpec:
                 raise ValueError(f"{name} must be finite, got {value}")
         if self.softcap is not None and self.softcap <= 0:
             raise ValueError(f"softcap must be > 0 or None, got {self.softcap}")
-        if isinstance(self.bias_origin, bool) or not isinstance(self.bias_origin, int):
+        if isinstance(self.bias_origin, bool) or not isinstance(self.bias_origin, WHOLE):
             raise TypeError(f"bias_origin must be an int, got {self.bias_origin!r}")
         self._keep_within_reach()
 
@@ -200,6 +209,11 @@ class AttentionSpec:
     def terms(self) -> tuple[str, ...]:
         """Names of the terms in use, in signature order."""
         return tuple(name for name in TERM_NAMES if getattr(self, name))
+
+    @property
+    def keeps_u(self) -> bool:
+        """Whether a backward needs u of the forward: sums over v by other weights than those of o (eq. 12, 87)."""
+        return self.tau or self.entmax
 
     @property
     def features(self) -> tuple[str, ...]:

@@ -31,6 +31,18 @@ def test_plain_covers_the_grid() -> None:
     assert {w.case.sq for w in quick.workloads} == {512, 2048, 8192, 16384}
 
 
+def test_every_goes_beyond_the_even_shapes() -> None:
+    found = suites.suite("every", torch.device("cuda"))
+    cases = [workload.case for workload in found.workloads]
+    assert {case.d for case in cases} == {64, 80, 96, 128, 192, 256}
+    assert (min(case.sq for case in cases), max(case.sq for case in cases)) == (256, 65536)
+    assert {case.window[0] for case in cases} == {None, 127, 1023, 4095}
+    assert any(case.d == 192 and case.dv == 128 for case in cases)
+    assert {case.hq // case.hkv for case in cases} >= {1, 3, 4, 5, 8}
+    assert found.contenders == ("backlight", "fa3", "sdpa-cudnn")
+    assert len(suites.suite("every", torch.device("cuda"), quick=True).workloads) == len(cases) - 2
+
+
 def test_variants_cover_what_nobody_else_differentiates() -> None:
     cases = [workload.case for workload in suites.suite("variants", torch.device("cuda")).workloads]
     assert any(case.window == (1023, 0) for case in cases)

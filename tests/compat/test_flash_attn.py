@@ -41,6 +41,7 @@ OPTIONS = {
     "plain": ({}, AttentionSpec()),
     "causal": ({"causal": True}, AttentionSpec(causal=True)),
     "window": ({"window_size": (3, 1)}, AttentionSpec(window=(3, 1))),
+    "window as a tensor": ({"window_size": torch.tensor([3, 1])}, AttentionSpec(window=(3, 1))),
     "open left": ({"causal": True, "window_size": (-1, 0)}, AttentionSpec(causal=True)),
     "causal window": ({"causal": True, "window_size": (2, -1)}, AttentionSpec(causal=True, window=(2, None))),
     "scale, softcap": ({"softmax_scale": 0.7, "softcap": 2.0}, AttentionSpec(scale=0.7, softcap=2.0)),

@@ -180,6 +180,8 @@ REFUSED: dict[str, tuple[dict[str, object], type[Exception], str]] = {
     "no bool": ({"return_max_logit": 1}, TypeError, "return_max_logit must be a bool, got builtins.int"),
     "no half": ({"exact_delta": "yes"}, TypeError, "exact_delta must be a bool or None, got 'yes'"),
     "tau": ({"exact_delta": True, "tau": torch.zeros(2)}, ValueError, "exact_delta must not be True together with tau"),
+    "delta of entmax": ({"exact_delta": True, "entmax": 1.5}, ValueError, "exact_delta must not be True together with entmax"),
+    "entmax": ({"return_max_logit": True, "entmax": 1.5}, ValueError, "return_max_logit must not be True together with entmax"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Tangents and second derivatives on a CUDA device, a case for each variant, against float64 of the tiled backend."""
+"""Tangents and second derivatives on a CUDA device, a case for each variant, against the tiled backend in float64."""
 
 from __future__ import annotations
 

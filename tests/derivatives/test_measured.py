@@ -9,6 +9,7 @@ from pathlib import Path
 DOCS = Path(__file__).parents[2] / "docs"
 JVP = (DOCS / "data" / "jvp-h200.txt").read_text()
 OPTIONS = (DOCS / "data" / "jvp-options-h200.txt").read_text()
+HOPPER = (DOCS / "data" / "second-hopper-h200.txt").read_text()
 SECOND = gzip.decompress((DOCS / "data" / "second-h200.txt.gz").read_bytes()).decode()
 
 
@@ -58,8 +59,22 @@ def test_double_backward() -> None:
     }
     (ms64, triton64, hopper64), (ms128, triton128, hopper128) = found[64], found[128]
     text = page("derivatives.md")
-    assert f"takes {ms64:.1f} ms at D = 64 and {ms128:.1f} ms at D = 128" in text
+    assert f"{ms64:.1f} ms at D = 64 and {ms128:.1f} ms at D = 128 (B 1, H 16, causal)" in text
     assert (
         f"{triton64:.2f} and {triton128:.2f} times `triton`'s own backward, {hopper64:.2f} and {hopper128:.2f} times `hopper`'s"
         in text
     )
+
+
+def test_double_backward_on_hopper() -> None:
+    assert "BAD" not in HOPPER
+    found = {
+        (mask, d): (float(ms), ratio)
+        for d, mask, ms, ratio in re.findall(r"D (\d+) (\w+) DOUBLE BACKWARD, default: ([\d.]+) ms = ([\d.]+)x", HOPPER)
+    }
+    rates = dict(re.findall(r"D (\d+) causal second: [\d.]+ ms, (\d+) TFLOP/s of 10", HOPPER))
+    text = page("derivatives.md")
+    (ms64, causal64), (ms128, causal128) = found["causal", "64"], found["causal", "128"]
+    assert f"it takes {ms64:.1f} and {ms128:.1f} ms, {causal64} and {causal128} times our backward" in text
+    assert f"{found['full', '64'][1]} and {found['full', '128'][1]} times without a mask" in text
+    assert f"run at {rates['64']} TFLOP/s, at D = 128 at {rates['128']}" in text

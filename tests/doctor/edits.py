@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from edit import BOTH, Edit
 from edits_masks import INTERVALS, MASKS
+from edits_read import READ
 from edits_rows import HEADS, ROWS, SCALE
 from edits_terms import PAIRS, TANGENTS, TERMS
 
 __all__ = ["BOTH", "EDITS", "Edit"]
 
-EDITS = SCALE | MASKS | INTERVALS | HEADS | ROWS | TERMS | PAIRS | TANGENTS
+EDITS = SCALE | MASKS | INTERVALS | HEADS | ROWS | TERMS | PAIRS | TANGENTS | READ

@@ -1,14 +1,16 @@
 """How many injected defects are found and named: measured here, kept as docs/data/doctor-shares.json, shown in docs/doctor.md.
 
 python tests/doctor/shares.py examines every injection twice, as it is and as a black box that returns o and gradients alone,
-and writes the file; it takes some minutes, unless it is given the names of a few. The tests hold the file to the truth: an
-injection whose outcome differs from its record fails, and so does a table in the docs that differs from the file.
+and writes the file; it takes some minutes, unless it is given the names of a few, or -j16 for 16 processes. The tests hold
+the file to the truth: an injection whose outcome differs from its record fails, and so does a table in the docs that differs
+from the file.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
 import sys
 from collections import Counter
 from collections.abc import Collection
@@ -72,30 +74,36 @@ def examine(name: str, monkeypatch: pytest.MonkeyPatch, boxed: bool = False) -> 
     return doctor.diagnose(subject, **arguments(name))
 
 
-def measure(names: Collection[str] = ()) -> dict[str, Any]:
+def measure(names: Collection[str] = (), processes: int = 1) -> dict[str, Any]:
     """Every entry of the catalogue, or some of them beside the records of the others."""
+    kept = {name: entry for name, entry in load()["defects"].items() if name not in names} if names else {}
+    wanted = [name for name in catalogue.names() if name not in kept]
+    if processes > 1:
+        with multiprocessing.get_context("spawn").Pool(processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            seen = dict(zip(wanted, pool.imap(measured, wanted), strict=True))
+    else:
+        seen = {name: measured(name) for name in wanted}
+    found = {name: kept.get(name) or seen[name] for name in catalogue.names()}
+    return {"schema": 1, "totals": totals(found), "defects": found}
+
+
+def measured(name: str) -> dict[str, str]:
+    """How one entry is injected, and what is said of it as it is and as a black box."""
     from injection import NOT_INJECTED, kind_of
 
-    found: dict[str, dict[str, str]] = {}
-    kept = {name: entry for name, entry in load()["defects"].items() if name not in names} if names else {}
-    for name in catalogue.names():
-        if name in kept:
-            found[name] = kept[name]
+    if name in NOT_INJECTED:
+        return {"injection": "none", "white box": NOT_APPLICABLE, "black box": NOT_APPLICABLE}
+    seen = {}
+    for boxed, label in ((False, "white box"), (True, "black box")):
+        if boxed and name in NEEDS_LSE:
+            seen[label] = NOT_APPLICABLE
             continue
-        if name in NOT_INJECTED:
-            found[name] = {"injection": "none", "white box": NOT_APPLICABLE, "black box": NOT_APPLICABLE}
-            continue
-        seen = {}
-        for boxed, label in ((False, "white box"), (True, "black box")):
-            if boxed and name in NEEDS_LSE:
-                seen[label] = NOT_APPLICABLE
-                continue
-            torch.manual_seed(0)
-            with pytest.MonkeyPatch.context() as monkeypatch:
-                seen[label] = outcome(name, examine(name, monkeypatch, boxed))
-        found[name] = {"injection": kind_of(name)} | seen
-        sys.stderr.write(f"{name}: {found[name]}\n")
-    return {"schema": 1, "totals": totals(found), "defects": found}
+        torch.manual_seed(0)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            seen[label] = outcome(name, examine(name, monkeypatch, boxed))
+    found = {"injection": kind_of(name)} | seen
+    sys.stderr.write(f"{name}: {found}\n")
+    return found
 
 
 def totals(found: dict[str, dict[str, str]]) -> dict[str, Any]:
@@ -136,4 +144,6 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     torch.set_num_threads(1)
     FILE.parent.mkdir(parents=True, exist_ok=True)
-    FILE.write_text(json.dumps(measure(sys.argv[1:]), indent=1) + "\n", encoding="utf-8")
+    given = sys.argv[1:]
+    at_once = int(given.pop(0).removeprefix("-j")) if given and given[0].startswith("-j") else 1
+    FILE.write_text(json.dumps(measure(given, at_once), indent=1) + "\n", encoding="utf-8")

@@ -139,6 +139,7 @@ def refused(run: Run, report: Report) -> bool:
 # --- what was counted --------------------------------------------------------------------------------------------------------
 
 FILE = Path(__file__).parents[2] / "docs" / "data" / "doctor-sweep.json"
+LEVELS_FILE = FILE.with_name("doctor-levels-h200.json")
 
 
 def load() -> dict[str, dict[str, dict[str, int]]]:
@@ -151,6 +152,17 @@ def table(data: dict[str, dict[str, dict[str, int]]]) -> str:
     lines = ["| device | kernel | examinations | complaints |", "|---|---|---|---|"]
     for device, subjects in sorted(data.items()):
         lines += [f"| {device} | `{name}` | {n['examined']} | {n['complaints']} |" for name, n in sorted(subjects.items())]
+    return "\n".join(lines)
+
+
+def levels_table() -> str:
+    """The table of docs/doctor.md for the dearer levels on a card: examinations and complaints."""
+    data = json.loads(LEVELS_FILE.read_text(encoding="utf-8"))
+    lines = ["| kernel | `quick` | `full` | `forensic` |", "|---|---|---|---|"]
+    for name, levels in sorted(data.items()):
+        seen = (levels.get(level) for level in ("quick", "full", "forensic"))
+        cells = ("-" if each is None else f"{each['examined']}, {each['complaints']}" for each in seen)
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

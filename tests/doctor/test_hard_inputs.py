@@ -27,11 +27,32 @@ def stuck_maximum(q, k, v):
 
 
 @pytest.mark.parametrize("kernel", [no_maximum, stuck_maximum])
-def test_a_kernel_that_is_right_on_ordinary_inputs_only(kernel):
-    assert diagnose(kernel, AttentionSpec(), **SETTINGS).healthy
-    report = diagnose(kernel, AttentionSpec(), level="full", **SETTINGS)
+@pytest.mark.parametrize("level", ["quick", "full"])
+def test_a_kernel_that_is_right_on_ordinary_inputs_only(kernel, level):
+    """Where all weights vanish nearly every defect fits; only those that leave ordinary inputs alone are believed."""
+    report = diagnose(kernel, AttentionSpec(), level=level, **SETTINGS)
     assert report.verdict == "defect"
+    assert report.findings[0].id in ("maximum-start", "merge-overflow", "hard-inputs")
     assert any("with ordinary inputs nothing is" in line for line in report.findings[0].evidence)
+
+
+def padded(q, k, v):
+    """Keys are padded to a multiple of 64 with zeros, and the padding counts."""
+    k, v = (torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % 64)) for x in (k, v))
+    return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, dim=-1) @ v
+
+
+def test_padding_shows_with_other_lengths_at_quick():
+    """64 keys need no padding; at quick there are more keys than rows as well, and scores that a padded 0 drowns."""
+    report = diagnose(padded, AttentionSpec(), shape=(1, 2, 64, 16), dtype=torch.float32)
+    assert report.verdict == "defect"
+    assert report.findings[0].id == "tail-padding", report.headline
+
+
+def test_low_scores_are_right_for_others():
+    report = diagnose(torch.nn.functional.scaled_dot_product_attention, AttentionSpec(causal=True), **SETTINGS)
+    assert report.healthy
+    assert any(probe.name == "low scores" and probe.passed for probe in report.probes)
 
 
 def test_lse_jumps_by_more_than_90():

@@ -18,6 +18,7 @@ from backlight.doctor.command import serve, tools
 from backlight.doctor.defects.catalogue import BY_ID
 from backlight.doctor.defects.games import GAMES
 from backlight.doctor.defects.probed import PROBED
+from backlight.doctor.defects.read import READ
 from backlight.doctor.report import json as report_json
 from backlight.doctor.report import line, model, sarif
 from backlight.doctor.report.schema import schema, text
@@ -34,6 +35,7 @@ PARTS = {
     "finding": model.Finding,
     "probe": model.Probe,
     "picture": model.Picture,
+    "reading": model.Reading,
     "where": model.Where,
 }
 
@@ -55,6 +57,7 @@ def test_the_schema_knows_the_words_of_the_model():
     assert tuple(parts["finding"]["properties"]["severity"]["enum"]) == model.CHOICES["Severity"]
     assert tuple(parts["finding"]["properties"]["confidence"]["enum"]) == model.CHOICES["Confidence"]
     assert tuple(parts["picture"]["properties"]["kind"]["enum"]) == model.CHOICES["PictureKind"]
+    assert tuple(parts["reading"]["properties"]["kind"]["enum"]) == model.CHOICES["ReadingKind"]
 
 
 @pytest.mark.parametrize("change", [{"verdict": "fine"}, {"seconds": "long"}, {"extra": 1}, {"findings": [{}]}])
@@ -178,7 +181,7 @@ def test_a_question_that_cannot_be_answered_is_said(name, arguments, says):
 
 
 def test_every_finding_can_be_explained():
-    for name in (*BY_ID, *GAMES, *PROBED, "open"):
+    for name in (*BY_ID, *GAMES, *PROBED, *READ, "open"):
         found, said = tools.explain_finding({"id": name})
         assert found["id"] == name
         assert said

@@ -44,6 +44,7 @@ def test_the_page_shows_what_the_sweep_counted() -> None:
     counted = sweep.load()
     assert counted["cpu"]["tiled"]["examined"] == len(sweep.VARIANTS) * len(sweep.DTYPES) * len(sweep.RECIPES) * sweep.CPU_SEEDS
     assert sweep.table(counted) in PAGE
+    assert sweep.levels_table() in PAGE
 
 
 def test_counts_are_read_from_both_kinds_of_file(tmp_path: Path) -> None:

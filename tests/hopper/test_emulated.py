@@ -46,6 +46,7 @@ TILES = (
     Case("packed,window", hq=1, hkv=1, lengths_q=(300, 5, 140), lengths_k=(200, 60, 140), d=64, window=(90, 20), dlse=True),
     Case("d=96", b=1, hq=2, hkv=1, sq=200, sk=200, d=96, causal=True),
     Case("d=128", b=1, hq=2, hkv=1, sq=260, sk=260, d=128, causal=True),
+    Case("d=192", b=1, hq=2, hkv=1, sq=150, sk=200, d=192, causal=True, dlse=True),
     Case("d=192,dv=128", b=1, hq=2, hkv=1, sq=150, sk=200, d=192, dv=128, causal=True),
     Case("d=256", b=1, hq=2, hkv=1, sq=200, sk=200, d=256, window=(60, 10)),
     Case("d=64,dv=128", b=1, sq=150, sk=140, d=64, dv=128),
@@ -196,11 +197,11 @@ def test_needs(needs: tuple[str, ...]) -> None:
     ("old", "new"),
     [
         (
-            "    wait_full(p.v, count - 1)\n    o_token = warpgroup_mma(rows.weights, p.v.tiles.index(previous)",
-            "    o_token = warpgroup_mma(rows.weights, p.v.tiles.index(previous)",
+            "    wait_full(p.v, count - 1)\n    o_token, beyond_token = start_outputs(p, rows.weights, previous",
+            "    o_token, beyond_token = start_outputs(p, rows.weights, previous",
         ),
         ("release(p.v, previous)", "pass"),
-        ("s = warpgroup_mma_wait(1, deps=[s_token])", "s = warpgroup_mma_wait(2, deps=[s_token])"),
+        ("warpgroup_mma_wait(2 if BEYOND > 0 else 1, deps=[s_token])", "warpgroup_mma_wait(2, deps=[s_token])"),
         ("    tma.store_wait(0)\n    if p.V.PINGPONG and W == 0:", "    if p.V.PINGPONG and W == 0:"),
         ("        if count >= ST - i:\n", "        if count < 0:\n"),
         ("top = gl.where(new_max == -INF, 0.0, top)", "pass"),

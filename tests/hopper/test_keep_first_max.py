@@ -113,7 +113,7 @@ BROKEN = {
     "any sum will do": (overflow, "else 2.0**15", "else 2.0**120", consumer, "largest_sum"),
     "never rescaled": (
         consumer,
-        "o = rescaled_after(p, o, rows.rescale, block + 1, far_end)",
+        "o, o_beyond = rescaled_after(p, o, o_beyond, rows.rescale, block + 1, far_end)",
         "pass",
         kernel,
         "plain_consumer",

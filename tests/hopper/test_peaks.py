@@ -107,6 +107,7 @@ LOW = (
     Case("low,causal", b=2, hq=2, hkv=1, sq=200, sk=260, d=64, causal=True),
     Case("low,packed,dv=40", hq=2, hkv=1, lengths_q=(150, 1, 0, 140), d=64, dv=40, causal=True),
     Case("low,gate,hot", b=1, hq=1, hkv=1, sq=200, sk=400, d=64, gate=True, **HOT),
+    Case("low,gate,two tiles of O", b=1, hq=1, hkv=1, sq=100, sk=130, d=136, dv=176, gate=True, causal=True),
     Case("low,mask", b=1, hq=2, hkv=2, sq=200, sk=200, d=64, mask="documents"),
 )
 

@@ -21,11 +21,14 @@ ALLOWED_IN_LOOPS = 4
 LABEL, BRANCH = re.compile(r"^(\.L\w+):"), re.compile(r"\bBRA\S* .*?(\.L\w+)")
 
 
-def report_of(d: int, dtype: torch.dtype = torch.bfloat16, given: str = "qkv", **options: object) -> Report:
+def report_of(
+    d: int, dtype: torch.dtype = torch.bfloat16, given: str = "qkv", known: bool = False, **options: object
+) -> Report:
     q, k, v = (torch.zeros(1, heads, 2048, d, dtype=dtype) for heads in (4, 2, 2))
     call = Call(AttentionSpec(**options), q, k, v)
     with compiled(host) as reports:
-        host.tangent(call, *(torch.zeros_like(x) if name in given else None for name, x in zip("qkv", (q, k, v), strict=True)))
+        tangents = (torch.zeros_like(x) if name in given else None for name, x in zip("qkv", (q, k, v), strict=True))
+        host.tangent(call, *tangents, *((q, torch.zeros(q.shape[:3])) if known else ()))
     (report,) = reports
     return report
 
@@ -65,7 +68,14 @@ def test_tangent() -> None:
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"causal": True, "dtype": torch.float16}, {"window": (100, 20)}, {"given": "qk"}, {"given": "v", "causal": True}],
+    [
+        {},
+        {"causal": True, "dtype": torch.float16},
+        {"window": (100, 20)},
+        {"given": "qk"},
+        {"given": "v", "causal": True},
+        {"known": True, "causal": True},
+    ],
     ids=str,
 )
 def test_more_tangents(d: int, options: dict[str, object]) -> None:

@@ -25,12 +25,11 @@ from small_models import (  # noqa: E402
     gpt_oss,
     llama,
     made,
-    mistral,
     padding,
     t5,
 )
 
-from backlight.integrations.transformers import attention_forward, register  # noqa: E402
+from backlight.integrations.transformers import attention_forward, attention_mask, register  # noqa: E402
 from backlight.integrations.transformers.position_bias import by_distance  # noqa: E402
 
 # transformers looks into allocators of its own
@@ -211,19 +210,41 @@ def test_dropout_is_refused() -> None:
     refused(transformers.LlamaForCausalLM(config).train(), "no attention dropout, got 0.1")
 
 
-def test_gaps_are_refused_where_distance_matters() -> None:
-    mask = torch.ones(B, S, dtype=torch.long)
-    mask[1, 4:6] = 0
-    refused(made(mistral), "padding at the ends only", attention_mask=mask)
-    model, tokens = made(llama), torch.randint(VOCABULARY, (B, S))
-    positions = torch.arange(S).expand(B, S)
-    assert_same(both(model, lambda m: m(tokens, attention_mask=mask, position_ids=positions).logits[mask.bool()]))
+@pytest.mark.parametrize("name", ["llama", "mistral", "t5"])
+def test_padding_between_keys(name: str) -> None:
+    """Packed, rows after a gap would be nearer than they are: with a window or a bias nothing is packed then."""
+    model, mask = made((CAUSAL | WITH_POSITION_BIAS)[name]), torch.ones(B, S, dtype=torch.long)
+    mask[1, 4:6] = mask[2, :3] = mask[2, 9] = 0
+    tokens, options = torch.randint(VOCABULARY, (B, S)), {"attention_mask": mask}
+    rows = mask.bool()
+    if name == "t5":
+        options["decoder_input_ids"], rows = torch.randint(VOCABULARY, (B, S)), torch.ones_like(rows)
+    else:
+        options["position_ids"] = torch.arange(S).expand(B, S)
+    assert_same(both(model, lambda m: m(tokens, use_cache=False, **options).logits[rows]))
 
 
-def test_attention_weights_are_refused() -> None:
+def test_padding_beside_a_bias_of_pairs() -> None:
+    q, bias = torch.randn(B, 2, S, 8), torch.randn(1, 2, S, S)
+    hidden = padding("right") == 0
+    y, _ = attention_forward(nn.Module(), q, q, q, attention_mask(B, S, S, attention_mask=~hidden), position_bias=bias)
+    seen = torch.ones(S, S, dtype=torch.bool).tril() & ~hidden[:, None, None]
+    want = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=bias.where(seen, -torch.inf))
+    assert_close(y[~hidden], want.transpose(1, 2)[~hidden], "output")
+    assert not y[hidden].any(), "padded rows are 0"
+
+
+def test_attention_weights_are_not_formed() -> None:
+    """As with sdpa: who asks for them is told, and gets None."""
     q = torch.randn(1, 2, 3, 8)
-    with pytest.raises(NotImplementedError, match="output_attentions needs 'eager'"):
-        attention_forward(nn.Module(), q, q, q, None, output_attentions=True)
+    with pytest.warns(UserWarning, match="never forms the attention weights: output_attentions gets None"):
+        y, weights = attention_forward(nn.Module(), q, q, q, None, output_attentions=True)
+    assert weights is None
+    assert torch.equal(y, attention_forward(nn.Module(), q, q, q, None)[0])
+    model = made(llama)
+    model.set_attn_implementation("backlight")
+    with pytest.warns(UserWarning, match="needs 'eager'"):
+        model(torch.randint(VOCABULARY, (B, S)), output_attentions=True)
 
 
 def test_biases_that_are_not_by_distance_are_refused() -> None:
@@ -247,7 +268,7 @@ def test_biases_of_pairs(batch: int) -> None:
     added = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=bias + mask)
     torch.testing.assert_close(both.transpose(1, 2), added)
     numbers = torch.zeros(2, 1, 1, 8, dtype=torch.int64)
-    with pytest.raises(NotImplementedError, match="padding beside a bias of pairs must be given as a dense mask"):
+    with pytest.raises(NotImplementedError, match="packed sequences beside a bias of pairs must be given as a dense mask"):
         attention_forward(nn.Module(), q, q, q, numbers, is_causal=False, position_bias=bias)
 
 

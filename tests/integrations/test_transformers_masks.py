@@ -281,16 +281,17 @@ def test_intervals_are_taken_as_they_are(name: str) -> None:
 
 
 def test_compiled_intervals() -> None:
-    """A graph takes any intervals, made before it; a dense mask, whose values it cannot look at, is refused as before."""
+    """A graph takes any intervals, made before it, and dense masks, whose values it cannot look at, as a bias of pairs."""
     torch._dynamo.reset()
     q, k, v = (torch.randn(B, heads, S, 8) for heads in (4, 2, 2))
     module = nn.Module()
     compiled = torch.compile(lambda mask: attention_forward(module, q, k, v, mask)[0], fullgraph=True, backend="aot_eager")
     for dense in (spans(), prefix()):
         got = compiled(masks.from_dense(dense).rows)
-        assert_close(got, attention_forward(module, q, k, v, dense)[0], "output")
-    with pytest.raises(Exception, match=r"not dense masks, under torch\.compile, got shape"):
-        compiled(spans())
+        want = attention_forward(module, q, k, v, dense)[0]
+        assert_close(got, want, "output")
+        for same in (dense, additive(dense, -torch.inf)):
+            assert_close(compiled(same), want, "dense")
     torch._dynamo.reset()
 
 
@@ -367,10 +368,12 @@ def test_the_gradient_of_a_dense_mask() -> None:
     torch.testing.assert_close(found, want)
 
 
-def test_three_runs_of_a_function_are_refused() -> None:
-    sentence = r"key 0 \(batch entry 0, head 0\) is seen by 3 runs of rows; a mask by intervals has at most 2 for a key"
-    with pytest.raises(NotImplementedError, match=sentence):
-        attention_mask(1, S, S, mask_function=lambda b, h, q, k: (q - k) % 4 == 0)
+def test_three_runs_of_a_function_stay_dense() -> None:
+    def every_fourth(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q - k) % 4 == 0
+
+    found = attention_mask(1, S, S, mask_function=every_fourth)
+    assert torch.equal(found, every_fourth(None, None, PLACES[:, None], PLACES)[None, None])
 
 
 def test_masks_of_other_shapes_are_refused() -> None:

@@ -33,6 +33,26 @@ def _load(base, rows, length, D: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _load_keys(ptr, h, heads, rows, length, D: tl.constexpr, WIDTH: tl.constexpr, BSHD: tl.constexpr):
+    """k or v of a head of [B, H, S, D], or of memory that is taken for [B, S, H, D]."""
+    if BSHD:
+        c = tl.arange(0, D)
+        at = ((h // heads * length + rows[:, None]) * heads + h % heads) * D + c[None, :]
+        return tl.load(ptr + at, mask=(rows[:, None] < length) & (c[None, :] < WIDTH), other=0.0)
+    return _load(ptr + h * length * D, rows, length, D, WIDTH)
+
+
+@triton.jit
+def _end_of(i0, sq, sk, M: tl.constexpr, N: tl.constexpr, BEFORE: tl.constexpr, ROUNDED: tl.constexpr):
+    """Where the loop over keys of a tile of rows ends under the causal mask."""
+    end = i0 + sk - sq if BEFORE else i0 + M + sk - sq
+    if ROUNDED:
+        # whole pairs of tiles, as a loop of two tiles a step has them
+        end = end // (2 * N) * (2 * N)
+    return min(sk, end)
+
+
+@triton.jit
 def _forward(
     q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, sq, sk, lse_stride, scale,
     CAUSAL: tl.constexpr, SINK: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr,
@@ -40,7 +60,7 @@ def _forward(
     i0, h = tl.program_id(0) * M, tl.program_id(1)
     i = i0 + tl.arange(0, M)
     q = _load(q_ptr + h * sq * D, i, sq, D, D)
-    m = tl.full([M], float("-inf"), tl.float32)
+    m = tl.full([M], 0.0 if BUG == "maximum start" else float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     if SINK:
         m = tl.zeros([M], tl.float32) + tl.load(sink_ptr + h)
@@ -50,7 +70,7 @@ def _forward(
     if BUG == "key length":
         end = sq
     if CAUSAL and BUG != "offset sign":
-        end = min(end, i0 + sk - sq if BUG == "bound" else i0 + M + sk - sq)
+        end = min(end, _end_of(i0, sq, sk, M, N, BUG == "bound", BUG == "bound rounded"))
     for j0 in range(0, end, N):
         j = j0 + tl.arange(0, N)
         k, v = _load(k_ptr + h * sk * D, j, end if BUG == "key length" else sk, D, D), _load(v_ptr + h * sk * D, j, sk, D, D)
@@ -58,6 +78,8 @@ def _forward(
         seen = _visible(i, j, sq, end if BUG == "key length" else sk, CAUSAL, BUG)
         if BUG == "diagonal unmasked" and j0 + N <= i0 + M + sk - sq:
             seen = (i[:, None] < sq) & (j[None, :] < sk)
+        if BUG == "lost in head 1" and h % 2 == 1:
+            seen = seen & ((j[None, :] < N) | (j[None, :] >= 2 * N))
         s = tl.where(seen, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -79,22 +101,28 @@ def _delta(do_ptr, o_ptr, delta_ptr, sq, delta_stride, D: tl.constexpr, M: tl.co
 
 
 @triton.jit
-def _rows(ptr, h, i, sq, stride, M: tl.constexpr, TILE_LOST: tl.constexpr, HEAD_LOST: tl.constexpr):
+def _rows(
+    ptr, h, i, sq, stride, M: tl.constexpr, TILE_LOST: tl.constexpr, HEAD_LOST: tl.constexpr, ROW_LOST: tl.constexpr = False
+):
     """lse or delta of rows i, 0 beyond the end and where a row sees nothing."""
     base = ptr if HEAD_LOST else ptr + h * stride
-    row = tl.load(base + (i % M if TILE_LOST else i), mask=i < sq, other=0.0)
+    at = i % M if TILE_LOST else i
+    if ROW_LOST:
+        at = i // M * M
+    row = tl.load(base + at, mask=i < sq, other=0.0)
     return tl.where(row == float("-inf"), 0.0, row)
 
 
 @triton.jit
 def _dq(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, sink_ptr, dq_ptr, dsink_ptr, sq, sk, stride, scale,
-    CAUSAL: tl.constexpr, SINK: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, sink_ptr, dq_ptr, dsink_ptr, sq, sk, heads, stride, scale,
+    CAUSAL: tl.constexpr, SINK: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    BUG: tl.constexpr,
 ):  # fmt: skip
     i0, h = tl.program_id(0) * M, tl.program_id(1)
     i = i0 + tl.arange(0, M)
     q, do = _load(q_ptr + h * sq * D, i, sq, D, D), _load(do_ptr + h * sq * D, i, sq, D, D)
-    lse = _rows(lse_ptr, h, i, sq, stride, M, BUG == "lse tile", BUG == "lse head")
+    lse = _rows(lse_ptr, h, i, sq, stride, M, BUG == "lse tile", BUG == "lse head", BUG == "lse row")
     delta = _rows(delta_ptr, h, i, sq, stride, M, BUG == "delta tile", BUG == "delta head")
     if SINK:
         share = -tl.sum(tl.where(i < sq, tl.exp(tl.load(sink_ptr + h) - lse) * delta, 0.0), 0)
@@ -105,14 +133,16 @@ def _dq(
     acc = tl.zeros([M, D], tl.float32)
     end = sk
     if CAUSAL and BUG != "offset sign":
-        end = min(sk, i0 + sk - sq if BUG == "dq bound" else i0 + M + sk - sq)
+        end = _end_of(i0, sq, sk, M, N, BUG == "dq bound", BUG == "dq bound rounded")
     for j0 in range(0, end, N):
         j = j0 + tl.arange(0, N)
-        k = _load(k_ptr + h * sk * D, j, sk, D, D)
-        v = _load(v_ptr + h * sk * D, j, sk, D, D // 2 if BUG == "dq channels" else D)
+        k = _load_keys(k_ptr, h, heads, j, sk, D, D, BUG == "k layout")
+        v = _load_keys(v_ptr, h, heads, j, sk, D, D // 2 if BUG == "dq channels" else WIDTH, False)
         s = tl.dot(q, tl.trans(k), input_precision="ieee").to(tl.float32) * scale
         p = tl.where(_visible(i, j, sq, sk, CAUSAL, BUG), tl.exp(s - lse[:, None]), 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee").to(tl.float32)
+        if BUG == "delta of a tile":
+            delta = tl.sum(p * dp, 1)
         ds = p * (dp - delta[:, None])
         acc += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
     c = tl.arange(0, D)
@@ -121,25 +151,31 @@ def _dq(
 
 @triton.jit
 def _dkdv(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, sq, sk, stride, scale,
-    CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, sq, sk, heads, stride, scale,
+    CAUSAL: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr,
 ):  # fmt: skip
     j0, h = tl.program_id(0) * N, tl.program_id(1)
     j = j0 + tl.arange(0, N)
-    k, v = _load(k_ptr + h * sk * D, j, sk, D, D), _load(v_ptr + h * sk * D, j, sk, D, D)
+    k = _load_keys(k_ptr, h, heads, j, sk, D, D, BUG == "k layout")
+    v = _load_keys(v_ptr, h, heads, j, sk, D, WIDTH, False)
     dk, dv = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
     first = 0
     if CAUSAL and BUG != "offset sign":
         first = max(0, (j0 + sq - sk + (N if BUG == "dkdv bound" else 0)) // M * M)
+        if BUG == "dkdv bound rounded":
+            # the first tile of rows, rounded up to whole pairs
+            first = (first + M) // (2 * M) * (2 * M)
     for i0 in range(first, sq, M):
         i = i0 + tl.arange(0, M)
         q, do = _load(q_ptr + h * sq * D, i, sq, D, D), _load(do_ptr + h * sq * D, i, sq, D, D)
-        lse = _rows(lse_ptr, h, i, sq, stride, M, BUG == "lse tile", BUG == "lse head")
+        lse = _rows(lse_ptr, h, i, sq, stride, M, BUG == "lse tile", BUG == "lse head", BUG == "lse row")
         delta = _rows(delta_ptr, h, i, sq, stride, M, BUG == "delta tile", BUG == "delta head")
         s = tl.dot(q, tl.trans(k), input_precision="ieee").to(tl.float32) * scale
         p = tl.where(_visible(i, j, sq, sk, CAUSAL, BUG), tl.exp(s - lse[:, None]), 0.0)
         dv += tl.dot(tl.trans(p).to(do.dtype), do, input_precision="ieee")
         dp = tl.dot(do, tl.trans(v), input_precision="ieee").to(tl.float32)
+        if BUG == "delta of a tile":
+            delta = tl.sum(p * dp, 1)
         ds = p * (dp - delta[:, None])
         dk += tl.dot(tl.trans(ds).to(q.dtype), q, input_precision="ieee")
     c = tl.arange(0, D)
@@ -156,8 +192,20 @@ class Flash:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sink: Tensor | None = None):
         o, lse = torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32)
+        if self.bug == "merge" and not causal:
+            return self._in_parts(q, k, v, o, lse)
         self._forward(q, k, v, sink, o, lse, causal and self.bug != "unmasked forward")
         return o, lse
+
+    def _in_parts(self, q, k, v, o, lse):
+        """The keys in two parts, merged by exp of their lse: no common maximum is subtracted."""
+        total, middle = torch.zeros_like(o, dtype=torch.float32), k.shape[2] // 2
+        weight = torch.zeros_like(lse)
+        for part in (slice(None, middle), slice(middle, None)):
+            self._forward(q, k[:, :, part], v[:, :, part], None, o, lse, False)
+            total += torch.exp(lse)[..., None] * o.float()
+            weight += torch.exp(lse)
+        return (total / weight[..., None]).to(q.dtype), torch.log(weight)
 
     def _forward(self, q, k, v, sink, o, lse, causal) -> None:
         (batch, heads, sq, d), sk, tile = q.shape, k.shape[2], self.tile
@@ -172,12 +220,12 @@ class Flash:
         (batch, heads, sq, d), sk, tile = q.shape, k.shape[2], self.tile
         do, q, k, v, o = (x.contiguous() for x in (do, q, k, v, o))
         stride = self._padded(sq) if self.bug in ("lse padded", "delta padded") else sq
-        kept = torch.zeros(batch * heads, stride)
+        kept = torch.zeros(batch * heads, stride, device=q.device)
         kept[:, :sq] = lse.reshape(-1, sq)
         if self.bug == "softmax again":
             self._forward(q, k, v, sink, torch.zeros_like(o), kept, False)
         causal = causal and self.bug not in ("unmasked backward", "softmax again")
-        delta = torch.zeros(batch * heads, stride)
+        delta = torch.zeros(batch * heads, stride, device=q.device)
         rows, keys = (triton.cdiv(sq, tile), batch * heads), (triton.cdiv(sk, tile), batch * heads)
         _delta[rows](do, o, delta, sq, stride, D=d, M=tile)
         # the kernels below read with the stride of the rows, whatever was padded
@@ -186,11 +234,12 @@ class Flash:
         elif self.bug == "delta padded":
             kept = kept[:, :sq].contiguous()
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        dsink = None if sink is None else torch.zeros(batch * heads)
+        dsink = None if sink is None else torch.zeros(batch * heads, device=q.device)
         sinks = None if sink is None else sink.float().repeat(batch)
-        common = {"CAUSAL": causal, "D": d, "M": tile, "N": tile, "BUG": self.bug}
-        _dq[rows](q, k, v, do, kept, delta, sinks, dq, dsink, sq, sk, sq, d**-0.5, SINK=sink is not None, **common)
-        _dkdv[keys](q, k, v, do, kept, delta, dk, dv, sq, sk, sq, d**-0.5, **common)
+        width = 3 * d // 4 if self.bug == "channels" else d
+        common = {"CAUSAL": causal, "WIDTH": width, "D": d, "M": tile, "N": tile, "BUG": self.bug}
+        _dq[rows](q, k, v, do, kept, delta, sinks, dq, dsink, sq, sk, heads, sq, d**-0.5, SINK=sink is not None, **common)
+        _dkdv[keys](q, k, v, do, kept, delta, dk, dv, sq, sk, heads, sq, d**-0.5, **common)
         gradients = {"dq": dq, "dk": dk, "dv": dv}
         return gradients if dsink is None else gradients | {"dsink": dsink.reshape(batch, heads).sum(0)}
 

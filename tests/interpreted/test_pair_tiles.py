@@ -97,7 +97,6 @@ def test_members_in_groups(monkeypatch: pytest.MonkeyPatch, programs: int) -> No
 )
 def test_the_backward_in_one_kernel(monkeypatch: pytest.MonkeyPatch, case: Case, slots: int) -> None:
     """Fewer programs than heads: each goes from one batch entry to the next."""
-    monkeypatch.setattr(fused, "FEWEST_HEADS", 1)
     monkeypatch.setattr(fused, "SLOTS", slots)
     monkeypatch.setattr("backlight.backends.triton.backward.split", None)
     with tiles(64, 64):
@@ -110,7 +109,6 @@ LEFT: list[dict[str, object]] = [{"hq": 4}, {"causal": True}, {"sink": True, "ga
 
 @pytest.mark.parametrize("options", LEFT, ids=str)
 def test_what_the_one_kernel_leaves_to_others(monkeypatch: pytest.MonkeyPatch, options: dict[str, object]) -> None:
-    monkeypatch.setattr(fused, "FEWEST_HEADS", 1)
     monkeypatch.setattr("backlight.backends.triton.backward.fused_of", None)
     with tiles(64, 64):
         verdict = verdict_of(one("left", SHARED, **options), torch.float16)
@@ -123,8 +121,8 @@ def test_one_kernel_without_the_gradient_of_the_bias(monkeypatch: pytest.MonkeyP
     found = []
     with tiles(64, 64):
         y, lse, *_ = BACKEND.forward(problem.call, False)
-        for fewest in (1, 1000):
-            monkeypatch.setattr(fused, "FEWEST_HEADS", fewest)
+        for fits in (fused.fits, lambda launch: False):
+            monkeypatch.setattr("backlight.backends.triton.backward.fits", fits)
             found.append(BACKEND.backward(problem.call, y, lse, None, problem.dy, problem.dlse, needs))
     for name in needs:
         torch.testing.assert_close(found[0][name], found[1][name], rtol=2e-3, atol=2e-3)

@@ -53,7 +53,18 @@ LONGER = (
     Case("bias,gqa", b=2, hq=2, hkv=1, sq=19, sk=21, bias=24, bias_origin=7),
 )
 SMALL = KernelConfig(16, 16, 4, 1)
-KERNELS = ("second_dq", "second_dkdv", "second_dbias", "dq", "dkdv", "dbias", "tangent", "tangent_known", "forward")
+KERNELS = (
+    "second_dq",
+    "second_dq_of_both",
+    "second_dkdv",
+    "second_dbias",
+    "dq",
+    "dkdv",
+    "dbias",
+    "tangent",
+    "tangent_known",
+    "forward",
+)
 
 
 def tangents_of(call: Call) -> dict[str, Tensor]:
@@ -177,7 +188,7 @@ def test_tau_is_refused_by_name_and_left_to_tiled_without_one() -> None:
         if backend is None:
             assert torch.autograd.grad(dq.square().sum(), q)[0].isfinite().all()
         else:
-            with pytest.raises(NotImplementedError, match="triton: has no forward-mode derivative with tau"):
+            with pytest.raises(NotImplementedError, match="triton: has no second derivative with tau"):
                 torch.autograd.grad(dq.square().sum(), q)
 
 

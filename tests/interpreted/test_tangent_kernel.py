@@ -17,7 +17,7 @@ import backlight
 from backlight import registry
 from backlight.backends.tiled.tangent import tangent
 from backlight.backends.triton.config import KernelConfig
-from backlight.call import Call
+from backlight.call import Call, Part
 from backlight.config import override
 from backlight.spec import LEARNED
 from cases import BY_NAME, FP32, Case, case_id
@@ -55,6 +55,15 @@ NAMES = (
     "pair,wide,own,hidden",
     "pair,strided",
 )
+ELASTIC = (
+    "tau",
+    "tau,negative",
+    "tau,positive",
+    "tau,minus one,self only",
+    "tau,minus one,sink",
+    "tau,nothing survives",
+    "tau,gqa 8:1",
+)
 TOGETHER = Case(
     "everything", b=1, hq=4, hkv=2, sq=40, sk=70, causal=True, window=(30, 0), softcap=1.5, bias=24, sink=True, gate=True
 )
@@ -72,10 +81,11 @@ def tangents_of(call: Call) -> dict[str, Tensor]:
 
 def judge(call: Call, tangents: dict[str, Tensor], limit: float, known: bool = False) -> None:
     exact = replace(call, **{name: x.double() for name, x in learned(call).items()})
-    wanted = tangent(exact, {name: t.double() for name, t in tangents.items()}, None, save_u=False)
-    saved = (wanted.y.to(call.q.dtype), wanted.lse.float(), None) if known else None
+    wanted = tangent(exact, {name: t.double() for name, t in tangents.items()}, None, save_u=True)
+    u = None if wanted.u is None else wanted.u.to(call.q.dtype)
+    saved = (wanted.y.to(call.q.dtype), wanted.lse.float(), u) if known else None
     found = registry.get("triton").tangent(call, tangents, saved)
-    for name, got, want in zip(("y", "lse", "u", "ty", "tlse"), found, wanted.all, strict=False):
+    for name, got, want in zip(("y", "lse", "u", "ty", "tlse", "tu"), found, wanted.all, strict=True):
         if want is None or not want.numel():
             continue
         at = want.isfinite()
@@ -138,9 +148,43 @@ def test_the_public_call() -> None:
     torch.testing.assert_close((y, ty), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_tau_is_refused_by_name_and_left_to_tiled_without_one() -> None:
+@pytest.mark.parametrize("known", [False, True], ids=["fresh", "known"])
+@pytest.mark.parametrize("name", ELASTIC)
+def test_tau(name: str, known: bool) -> None:
+    call = BY_NAME[name].make(FP32).call
+    with override("triton.tangent_elastic", SMALL), override("triton.lse", SMALL):
+        judge(call, tangents_of(call), 5e-6, known)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["fresh", "known"])
+@pytest.mark.parametrize("given", ["q", "k", "v", "bias", "sink", "tau", "gate", "all"])
+def test_tau_beside_everything(given: str, known: bool) -> None:
+    call = replace(replace_length(TOGETHER), tau=(-0.7, 0.4)).make(FP32).call
+    tangents = tangents_of(call)
+    with override("triton.tangent_elastic", SMALL), override("triton.lse", SMALL):
+        judge(call, tangents if given == "all" else {given: tangents[given]}, 5e-6, known)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("packed", lengths_q=(10, 17, 7), lengths_k=(20, 0, 20), hq=2, hkv=1, causal=True, tau=(-0.7, 0.4), gate=True),
+        Case("mask", b=1, hq=2, hkv=1, mask="two runs", sq=29, sk=20, tau=(0.4, -1.5)),
+    ],
+    ids=case_id,
+)
+def test_tau_of_packed_and_masked_rows(case: Case) -> None:
+    call = case.make(FP32).call
+    with override("triton.tangent_elastic", SMALL), override("triton.lse", SMALL):
+        judge(call, tangents_of(call), 5e-6)
+
+
+def test_tau_in_fp16_and_tiles_of_the_heuristic() -> None:
+    call = Case("tiles", b=1, hq=1, hkv=1, causal=True, sq=70, sk=130, d=64, tau=(-0.7,)).make(torch.float16).call
+    judge(call, tangents_of(call), 4e-3)
+
+
+def test_tau_of_a_part_is_refused_by_name() -> None:
     call = BY_NAME["tau"].make(FP32).call
-    q, k, v = call.q, call.k, call.v
-    with pytest.raises(NotImplementedError, match="triton: has no forward-mode derivative with tau"):
-        backlight.attention_jvp(q, k, v, q, tau=call.tau, backend="triton")
-    assert backlight.attention_jvp(q, k, v, q, tau=call.tau)[1].isfinite().all()
+    reasons = registry.get("triton").why_not_differentiated("tangent", replace(call, part=Part()))
+    assert reasons == ("has no forward-mode derivative of tau with parts of a larger problem",)

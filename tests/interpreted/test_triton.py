@@ -52,9 +52,17 @@ AWKWARD = (
 )
 # half of a program's usual rows: the last of its programs has none
 CROWDED = Case("gate,tau,dv=136", b=1, causal=True, sq=40, sk=40, dv=136, gate=True, tau=(-0.7, 0.4), dlse=True)
+# accumulators of 512 columns, of which 320 are real or all
+WIDEST = (
+    Case("d=320,causal,gqa", b=1, hq=2, hkv=1, causal=True, sq=40, sk=70, d=320, dlse=True),
+    Case("d=512,terms", b=1, causal=True, sq=40, sk=40, d=512, bias=33, sink=True, softcap=1.5, gate=True),
+    Case("d=512,window,varlen", hq=2, hkv=1, lengths_q=(37, 0, 20), d=512, dv=264, window=(9, 3)),
+    Case("d=512,pair", b=1, hq=2, hkv=2, sq=35, sk=35, d=512, pair_bias=("heads", "rows")),
+    Case("d=512,mask", mask="two runs", b=1, hq=2, hkv=2, causal=True, sq=40, sk=40, d=512),
+)
 # each feature beside a pair bias; what else there is of it: test_pair_tiles.py
 PAIRED = tuple(case for case in PAIR_BIAS if max(case.sq, case.sk) <= 100 and case.d <= 64 and "everything" not in case.name)
-CASES = (CROWDED, *PAIRED, *SINGLES, *TOGETHER, *PACKED, *EXTREMES, *MASKS, *(BY_NAME[name] for name in AWKWARD))
+CASES = (CROWDED, *WIDEST, *PAIRED, *SINGLES, *TOGETHER, *PACKED, *EXTREMES, *MASKS, *(BY_NAME[name] for name in AWKWARD))
 
 
 def verdict_of(case: Case, dtype: torch.dtype) -> object:

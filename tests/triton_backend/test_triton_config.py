@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from backlight import info
-from backlight.backends.triton import config
+from backlight.backends.triton import BACKEND, config
 from backlight.backends.triton.config import KernelConfig, entry, heuristic, kernels_of, table_for, table_in_use, tables
 from backlight.backends.triton.device import INTERPRETED, KIB, Device, device_of
 from backlight.call import Call
@@ -100,7 +100,7 @@ def test_a_variant_without_an_entry_takes_the_plain_one() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("d", [16, 64, 128, 256])
+@pytest.mark.parametrize("d", [16, 64, 128, 256, 512])
 @pytest.mark.parametrize("shared", [64, 99, 163, 227])
 def test_the_heuristic_knows_every_kernel(d: int, dtype: torch.dtype, shared: int) -> None:
     for variant in VARIANTS:
@@ -179,3 +179,22 @@ def test_info_names_the_table_of_each_device(card: Callable[..., Device], monkey
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert ("cuda:0 triton", "tiles for 99 KiB of shared memory, not measured on sm_89") in list(info.devices())
+
+
+# --- how wide heads may be ---------------------------------------------------------------------------------------------------
+
+
+def test_heads_beyond_the_widest_are_refused_in_words() -> None:
+    assert "head dimension 520 of q is above 512" in BACKEND.why_not(call_of(520, "causal"))
+    assert "tau with head dimension 264 of v above 256" in BACKEND.why_not(call_of(264, "lazy"))
+    assert not any("dimension" in reason for reason in BACKEND.why_not(call_of(512, "bias")))
+    for what in ("tangent", "second"):
+        assert "wider than 256" in BACKEND.why_not_differentiated(what, call_of(320, "causal"))[0]
+        assert BACKEND.why_not_differentiated(what, call_of(256, "causal")) == ()
+
+
+def test_fp32_of_the_widest_heads_needs_a_large_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    for shared, fits in ((99, False), (163, True), (227, True)):
+        card = Device("some card", "sm_100", shared * KIB)
+        monkeypatch.setattr(config, "device_of", lambda device, card=card: card)
+        assert (config.why_no_room(call_of(512, "causal", torch.float32)) == ()) == fits

@@ -187,9 +187,8 @@ def test_every_kind_of_call_is_a_program(card: Watched, options: dict[str, Any],
 
 
 @pytest.mark.clean_memory
-def test_a_short_call_with_a_pair_bias_is_three_launches(card: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_call_with_a_pair_bias_is_three_launches(card: Watched) -> None:
     """y, lse | dq, dk, dv, dpair_bias, and memory for its parts."""
-    monkeypatch.setattr(fused, "FEWEST_HEADS", 1)
     tensors, pair_bias = problem(16), torch.zeros(1, 1, 16, 16, dtype=torch.bfloat16).requires_grad_()
 
     def run() -> None:

@@ -23,6 +23,7 @@ TERM_WORDS = {
     "tau": "the elastic softmax (tau)",
     "gate": "a gate",
     "pair_bias": "a pair bias",
+    "entmax": "entmax",
     "rows": "a mask by row intervals",
     "pos": "positions of rows in a mask",
 }

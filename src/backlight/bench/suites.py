@@ -37,6 +37,35 @@ PAIRED = (
     (256, 4, 256, 32),
     (1, 16, 768, 64),
 )
+# (D, S, B, Hq, Hkv, mask) of calls that people make, where kernels differ most: short rows, odd lengths, few key heads, narrow
+# windows, wide heads; a mask is full, causal or, causal too, how many keys before its own a row sees
+MET = (
+    (64, 256, 64, 16, 16, "full"),
+    (64, 1024, 8, 12, 12, "causal"),
+    (64, 8192, 4, 32, 32, "causal"),
+    (80, 4096, 4, 24, 24, "causal"),
+    (96, 4096, 4, 20, 20, "causal"),
+    (128, 512, 64, 16, 16, "causal"),
+    (128, 777, 7, 40, 8, "causal"),
+    (128, 2048, 16, 16, 16, "causal"),
+    (128, 4096, 4, 32, 32, 127),
+    (128, 5555, 2, 24, 8, "causal"),
+    (128, 8192, 4, 16, 16, "full"),
+    (128, 16384, 2, 16, 4, "causal"),
+    (128, 16384, 2, 16, 16, 1023),
+    (128, 32768, 1, 32, 8, 4095),
+    (192, 2048, 8, 16, 16, "causal"),
+    (192, 4096, 4, 16, 16, "causal"),
+    (192, 8192, 2, 16, 16, "full"),
+    (256, 2048, 16, 8, 8, "causal"),
+    (256, 8192, 4, 8, 8, "causal"),
+    (256, 16384, 2, 8, 8, "full"),
+    # these two last: their oracle takes longest
+    (64, 16384, 2, 32, 4, "full"),
+    (128, 65536, 1, 8, 1, "causal"),
+)
+# with values of 128 columns beside keys of 192, as in multi-head latent attention
+LATENT = (4096, 4, 16, 192)
 LAZY_TAU = (-1.0,)
 # B 4, H 16, L 4096, D 64, table 4096: what the authors of the elastic softmax published times for
 PUBLISHED = (4096, 4, 16, 64)
@@ -71,6 +100,26 @@ def plain(device: torch.device, quick: bool) -> Suite:
         for causal in (True, False)
     ]
     return Suite("plain", "D x S x mask, bf16, B*S = 32768, H*D = 2048", SPEED, _in(cases, BF16), ("backlight", *GPU_PEERS))
+
+
+def every(device: torch.device, quick: bool) -> Suite:
+    """Shapes beside the even ones of `plain`, where a kernel of somebody else may be faster."""
+    cases = [
+        _square(f"d={d},s={s},b={b},h={hq}:{hkv},{_words(mask)}", s, b, hq, d, hkv=hkv, **_options(mask))
+        for d, s, b, hq, hkv, mask in (MET[:-2] if quick else MET)
+    ]
+    s, b, h, d = LATENT
+    cases.insert(len(cases) - 2, _square(f"d={d},dv=128,s={s},b={b},h={h}:{h},causal", *LATENT, dv=128))
+    summary = "short and odd lengths, GQA, windows, D 64 to 256, bf16"
+    return Suite("every", summary, SPEED, _in(cases, BF16), ("backlight", "fa3", "sdpa-cudnn"), rounds=2)
+
+
+def _words(mask: str | int) -> str:
+    return mask if isinstance(mask, str) else f"window {mask}"
+
+
+def _options(mask: str | int) -> dict[str, Any]:
+    return {"causal": mask != "full"} if isinstance(mask, str) else {"window": (mask, 0)}
 
 
 class Beside:
@@ -130,6 +179,22 @@ def terms(device: torch.device, quick: bool) -> Suite:
     return Suite(
         "terms", "learned terms over length", SPEED, workloads, ("backlight", "sdpa-flash"), rounds=2, plain=shapes.plain
     )
+
+
+def entmax(device: torch.device, quick: bool) -> Suite:
+    """Entmax beside plain causal attention of the same shape, with a learned alpha and its gradient."""
+    on_gpu = device.type == "cuda"
+    h, dtype = (16, BF16) if on_gpu else (2, FP32)
+    lengths = ((4096, 4), (16384, 1), (65536, 1))[: 2 if quick else 3] if on_gpu else ((512, 1), (1024, 1))
+    shapes = Beside(dtype)
+    for s, b in lengths:
+        alphas = ((1.5,), (2.0,), (1.25,)) if s == lengths[0][0] else ((1.5,),)
+        drawn = [_square(f"entmax,alpha={alpha[0]:g},s={s}", s, b, h, 64, entmax=alpha) for alpha in alphas]
+        peaky = _square(f"entmax,alpha=1.5,peaky,s={s}", s, b, h, 64, entmax=(1.5,), logits=8.0)
+        shapes.add(_square(f"causal,d=64,s={s}", s, b, h, 64), *drawn, peaky)
+    contenders = ("backlight", "eager", "adasplash")
+    workloads = _in(shapes.cases, dtype)
+    return Suite("entmax", "entmax beside plain causal", SPEED, workloads, contenders, rounds=2, plain=shapes.plain)
 
 
 def masks(device: torch.device, quick: bool) -> Suite:
@@ -240,9 +305,11 @@ def overhead(device: torch.device, quick: bool) -> Suite:
 
 SUITES: dict[str, Callable[[torch.device, bool], Suite]] = {
     "plain": plain,
+    "every": every,
     "variants": variants,
     "terms": terms,
     "masks": masks,
+    "entmax": entmax,
     "pair": pair,
     "cpu": cpu,
     "smoke": smoke,

@@ -116,6 +116,9 @@ def options_of(
 
 
 def _window(window_size: Any) -> tuple[int | None, int | None]:
+    if isinstance(window_size, Tensor) and not window_size.is_floating_point() and tuple(window_size.shape) == (2,):
+        # FlashAttention reads the sides one by one: it takes what has two
+        window_size = window_size.tolist()
     if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2):
         raise ValueError(f"window_size must be a pair (left, right), -1 for an open side, got {shown(window_size)}")
     for side, reach in zip(("left", "right"), window_size, strict=True):

@@ -44,12 +44,17 @@ def lazy_attention(
         bias = bias[:, :window_size]
     if varlen is None:
         return backlight.attention(q, k, v, causal=True, bias=bias, tau=tau)
+    return attend_padded(q, k, v, varlen, causal=True, bias=bias, tau=tau)
+
+
+def attend_padded(q: Tensor, k: Tensor, v: Tensor, varlen: Tensor, **options: Any) -> Tensor:
+    """`backlight.attention` of right-padded sequences [B, H, S, D] of these lengths, packed on the way."""
     batch, _, length, _ = q.shape
     _check_lengths(varlen, q, k, v)
     real = torch.arange(length, device=q.device) < varlen.to(q.device)[:, None]
     cu_seqlens = torch.nn.functional.pad(varlen.to(q.device).cumsum(0), (1, 0))
     q, k, v = (x.transpose(1, 2)[real] for x in (q, k, v))
-    y = backlight.attention_varlen(q, k, v, cu_seqlens, causal=True, bias=bias, tau=tau)
+    y = backlight.attention_varlen(q, k, v, cu_seqlens, **options)
     padded = y.new_zeros(batch, length, *y.shape[1:])
     padded[real] = y
     return padded.transpose(1, 2)

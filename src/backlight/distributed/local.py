@@ -81,8 +81,8 @@ def block_call(
         call.sink if spec.sink else None,
         call.tau if spec.tau else None,
         call.gate[:, :, rows] if gated and call.gate is not None else None,
-        # a ring takes no pair bias
-        None,
+        # a ring takes neither a pair bias nor entmax
+        *(None, None),
         *mask,
         cu_q,
         cu_k,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from backlight import intervals
 from backlight.call import Call
+from backlight.peers.entmax import weights
 from backlight.peers.features import gated
 from backlight.spec import Segment
 
@@ -59,11 +60,12 @@ class _Terms(NamedTuple):
     sink: Tensor | None = None
     tau: Tensor | None = None
     pair_bias: Tensor | None = None
+    entmax: Tensor | None = None
 
 
 def _dense(call: Call, q: Tensor, k: Tensor, v: Tensor, geometry: _Geometry, terms: _Terms) -> Tensor:
     hidden, column, n = geometry
-    bias, sink, tau, pair_bias = terms
+    bias, sink, tau, pair_bias, entmax = terms
     s = (q @ k.mT).to(call.accumulator_dtype) * call.scale
     if call.spec.softcap is not None:
         s = call.spec.softcap * torch.tanh(s / call.spec.softcap)
@@ -74,6 +76,8 @@ def _dense(call: Call, q: Tensor, k: Tensor, v: Tensor, geometry: _Geometry, ter
         s = s + pair_bias.repeat_interleave(q.shape[0] // max(1, pair_bias.shape[0]), dim=0)
     if hidden is not None:
         s = s.masked_fill(hidden, -torch.inf)
+    if entmax is not None:
+        return weights(s, entmax, sink).to(v.dtype) @ v
     if sink is None:
         p = torch.softmax(s, dim=-1)
     else:

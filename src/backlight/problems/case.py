@@ -1,7 +1,7 @@
 """A case is pure data: the options, the shapes and the awkwardness of one attention problem.
 
 `case.make(dtype)` draws its tensors, already quantised to that dtype, together with the incoming gradients. Learned per-head
-terms (bias, sink, tau) stay fp32, or fp64 for an fp64 problem, as parameters do under mixed precision.
+terms (bias, sink, tau, entmax) stay fp32, or fp64 for an fp64 problem, as parameters do under mixed precision.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ REDRAWS = 100
 @dataclass(frozen=True)
 class Case:
     """One problem. Lengths (`lengths_q`) make it packed and then replace b, sq and sk; tau is repeated over the heads, and
-    so is a sink that is not drawn. `mask` names how intervals are drawn, `mask_of` the axes along which they differ;
-    `pair_bias` says what that one is like (`draw.PAIR_WORDS`)."""
+    so are a sink that is not drawn and entmax, which is compiled in where it is a number. `mask` names how intervals are
+    drawn, `mask_of` the axes along which they differ; `pair_bias` says what that one is like (`draw.PAIR_WORDS`)."""
 
     name: str
     b: int = 2
@@ -59,6 +59,7 @@ class Case:
     tau: tuple[float, ...] | None = None
     gate: bool = False
     pair_bias: tuple[str, ...] | None = None
+    entmax: tuple[float, ...] | float | None = None
     mask: str | None = None
     mask_of: tuple[str, ...] = ("batch", "heads")
     pos: bool = False
@@ -84,6 +85,8 @@ class Case:
             tau=self.tau is not None,
             gate=self.gate,
             pair_bias=self.pair_bias is not None,
+            entmax=self.entmax is not None,
+            alpha=self.entmax if isinstance(self.entmax, float) else None,
             rows=self.mask is not None,
             pos=self.pos,
         )
@@ -114,17 +117,21 @@ class Case:
         """Terms whose values stand in the case, repeated over the heads."""
         named = [name for name in self.spec.terms if name in PER_HEAD]
         listed = {name: getattr(self, name) for name in named if isinstance(getattr(self, name), tuple)}
+        if isinstance(self.entmax, float):
+            listed["entmax"] = (self.entmax,)
         return {name: repeated(values, self.hq, parameter_dtype(dtype), device) for name, values in listed.items()}
 
     def make(
         self, dtype: torch.dtype = FP32, seed: int = 0, device: torch.device | str = "cpu", margin: float = KINK_MARGIN
     ) -> Problem:
-        """Tensors of the case; redrawn (same seed, same tensors) until no weight sits on the kink of the elastic softmax."""
+        """Tensors of the case; redrawn (same seed, same tensors) until no weight sits on a kink."""
         for redraw in range(REDRAWS):
             problem = self._draw(dtype, seed + 1000 * redraw, device)
             if kink_margin(problem.call) >= margin:
                 return problem
-        raise RuntimeError(f"{self.name}: no draw out of {REDRAWS} keeps |p + tau/n| away from 0; make the case smaller")
+        raise RuntimeError(
+            f"{self.name}: no draw out of {REDRAWS} keeps |p + tau/n|, or |z - theta|, away from 0; make the case smaller"
+        )
 
     def _draw(self, dtype: torch.dtype, seed: int, device: torch.device | str) -> Problem:
         chosen = self.chosen(dtype, device)

@@ -24,7 +24,7 @@ LARGEST_SEED = 2**62
 LETTERS = {"batch": "B", "heads": "Hq", "rows": "Sq", "keys": "Sk", "values": "Dv", "distances": "n", "ends": "2 or 4"}
 SHAPES = {term.name: f"[{', '.join(LETTERS.get(axis, axis) for axis in term.axes)}]" for term in TERMS}
 MASK = ("rows", "pos")
-NUMBERS: dict[str, tuple[type, ...]] = {"bias": (int,), "tau": (int, float), "pair_bias": (tuple,)}
+NUMBERS: dict[str, tuple[type, ...]] = {"bias": (int,), "tau": (int, float), "pair_bias": (tuple,), "entmax": (int, float)}
 
 
 # --- single arguments -------------------------------------------------------------------------------------------------------
@@ -78,7 +78,12 @@ def check_terms(spec: AttentionSpec, terms: dict[str, Any]) -> None:
             continue
         numbers = NUMBERS.get(name, ())
         if isinstance(value, bool) or not isinstance(value, (Tensor, *numbers)):
-            kinds = {"bias": " or a number of columns", "tau": " or a number", "pair_bias": " or words"}.get(name, "")
+            kinds = {
+                "bias": " or a number of columns",
+                "tau": " or a number",
+                "pair_bias": " or words",
+                "entmax": " or a number",
+            }.get(name, "")
             raise TypeError(f"{name} must be a tensor {SHAPES[name]}{kinds} or None, got {value!r:.60}")
         if not getattr(spec, name):
             raise ValueError(f"{name} was given and would be ignored: the spec says {name}=False")
@@ -86,6 +91,8 @@ def check_terms(spec: AttentionSpec, terms: dict[str, Any]) -> None:
             size("the number of columns of bias", value)
         if name == "tau" and isinstance(value, int | float) and not math.isfinite(value):
             raise ValueError(f"tau must be finite, got {value}")
+        if name == "entmax" and isinstance(value, int | float) and not 1.05 <= value <= 2:
+            raise ValueError(f"entmax must be from 1.05 to 2, got {value}")
 
 
 def usable_device(device: Any) -> torch.device:

@@ -21,6 +21,7 @@ DRAWN_MASK = "two runs"
 # one for the whole batch, as parameters and projections of pairs are
 DRAWN_PAIRS = ("heads", "rows", "wide")
 TAU_CYCLE = (-1.0, 0.5, -2.0, -0.5)
+ALPHA_CYCLE = (1.5, 1.25, 1.75, 1.1)
 
 
 class Settings(TypedDict, total=False):
@@ -140,7 +141,7 @@ def _sizes(
 
 
 def _chosen(spec: AttentionSpec, terms: dict[str, Any], heads: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Terms that are not drawn: tensors that were given, and tau."""
+    """Terms that are not drawn: tensors that were given, tau and entmax."""
     unknown = [name for name in terms if name not in TERM_NAMES]
     if unknown:
         raise TypeError(f"no term is called {unknown[0]!r}; there are {', '.join(TERM_NAMES)}")
@@ -148,6 +149,9 @@ def _chosen(spec: AttentionSpec, terms: dict[str, Any], heads: int, dtype: torch
     if spec.tau and "tau" not in chosen:
         tau = terms.get("tau")
         chosen["tau"] = draw.repeated(TAU_CYCLE if tau is None else (tau,), heads).to(draw.parameter_dtype(dtype))
+    if spec.entmax and "entmax" not in chosen:
+        alpha = terms.get("entmax")
+        chosen["entmax"] = draw.repeated(ALPHA_CYCLE if alpha is None else (alpha,), heads).to(draw.parameter_dtype(dtype))
     return chosen
 
 

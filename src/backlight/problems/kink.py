@@ -1,10 +1,12 @@
-"""The kink of the elastic softmax (math.md eq. 10 and 35): which weights sit near it, and what the other side would give.
+"""The kink of the elastic softmax (math.md eq. 10 and 35): which weights sit near it, and what the other side would give. That
+of entmax near alpha 2 (eq. 93), where a key that enters the support changes gradients at once, is kept away from.
 
 A correct fp32 kernel moves p by about 1e-6 of itself, so a weight that near to -tau/n may fall on either side.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from backlight import intervals
@@ -16,6 +18,8 @@ from backlight.reference.trace import Stage
 KINK = 3e-6
 # ... and cases are drawn again until every entry is this far away
 KINK_MARGIN = 1e-5
+# alphas from which on a key at the threshold of an entmax counts as one at a kink
+STEEP = 1.6
 
 
 def margin(call: Call) -> float:
@@ -23,6 +27,8 @@ def margin(call: Call) -> float:
 
     A row with one visible key and no sink has p = 1 by definition (math.md section 5), so it may sit on the kink.
     """
+    if call.entmax is not None:
+        return _threshold_margin(call, call.entmax)
     if call.tau is None or not bool((call.tau < 0).any()):
         return float("inf")
     p = oracle(call, keep=["p"]).p
@@ -38,6 +44,18 @@ def margin(call: Call) -> float:
             distance = ((block[h] - threshold).abs() / threshold)[visible]
             smallest = min(smallest, *distance.amin().reshape(-1).tolist()) if distance.numel() else smallest
     return smallest
+
+
+def _threshold_margin(call: Call, alphas: Tensor) -> float:
+    """Smallest |z - theta| over visible keys of heads whose slopes rise steeply from the threshold."""
+    steep = [h for h, alpha in enumerate(alphas.tolist()) if alpha > STEEP]
+    if not steep:
+        return float("inf")
+    found = oracle(call, keep=["s", "lse"])
+    rate = (alphas.double() - 1)[None, :, None, None]
+    u = (1 + rate * (found.s - found.lse[..., None]))[:, steep]
+    near = u[torch.isfinite(u)].abs()
+    return float(near.min()) if near.numel() else float("inf")
 
 
 def _flipped(p: Tensor, tau: Tensor | None, n: Tensor, visible: Tensor) -> Tensor:

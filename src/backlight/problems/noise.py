@@ -15,7 +15,13 @@ from torch import Tensor
 
 from backlight.call import Call
 from backlight.reference import GRADIENTS, STAGES, Oracle
+from backlight.reference.entmax import exponent, slope, slopes
 from backlight.reference.trace import Stage
+
+
+def _slope(p: Tensor, entmax: Tensor | None) -> Tensor:
+    """What ds has before the difference."""
+    return p if entmax is None else slope(p, entmax)
 
 
 def _stages(**stages: Callable[..., Tensor]) -> dict[str, Stage]:
@@ -26,9 +32,21 @@ def _weight(gate: Tensor | None) -> Tensor | float:
     return 1.0 if gate is None else torch.sigmoid(gate)
 
 
-def _delta_squares(do: Tensor, o: Tensor) -> Tensor:
-    """A rounded o enters delta once per column."""
-    return (do**2 * o**2).sum(dim=-1)
+def _delta_squares(do: Tensor, o: Tensor, u: Tensor, entmax: Tensor | None) -> Tensor:
+    """A rounded o, with entmax a rounded u, enters delta once per column."""
+    return (do**2 * (o if entmax is None else u) ** 2).sum(dim=-1)
+
+
+def _dentmax_squares(p, p_sink, dp, dlse, entmax, moved):
+    """Both summands of each key: their difference is small beside them; moved: by how many eps a weight may."""
+    if entmax is None:
+        return dp.new_zeros(())
+    e = exponent(entmax)
+    w, total = slopes(p, p_sink, entmax)
+    eta = (e - torch.xlogy(p, p).sum(dim=-1) - torch.xlogy(p_sink, p_sink)) / total
+    of_keys = ((p * e - torch.xlogy(p, p)) ** 2 + (w * eta[:, None]) ** 2) * (moved * dp) ** 2
+    of_lse = 0 if dlse is None else (dlse * (e + eta.abs())) ** 2
+    return e**2 * (of_keys.sum(dim=-1) + of_lse).sum()
 
 
 def _dbias_squares(ds, bias, column):
@@ -42,9 +60,12 @@ def _dpair_bias_squares(ds, pair_bias):
     return STAGES["dpair_bias"].compute(ds**2, pair_bias)
 
 
-def wobble(ratio: float, q: Tensor, k: Tensor, scale: float, lse: Tensor) -> Tensor:
+def wobble(ratio: float, q: Tensor, k: Tensor, scale: float, lse: Tensor, entmax: Tensor | None = None) -> Tensor:
     """By how many eps a weight may move, given the numbers behind its logit and its lse; `ratio` = accumulator eps / eps."""
     behind = scale * (q**2 @ (k**2).mT).sqrt() + lse.masked_fill(torch.isinf(lse), 0).abs()[:, None]
+    if entmax is not None:
+        # of a number near 1, raised to e
+        behind = behind + exponent(entmax)
     return 1 + ratio * behind
 
 
@@ -54,30 +75,33 @@ def _squares(ratio: float) -> dict[str, Stage]:
     `ds` carries the size of its two summands; the row-coherent error of delta reaches dq as a vector, hence delta * (p k).
     """
 
-    def ds(p, m, dp, delta, q, k, scale, lse):
-        return p * wobble(ratio, q, k, scale, lse) * ((m * dp).abs() + delta.abs()[:, None])
+    def ds(p, m, dp, delta, q, k, scale, lse, entmax):
+        return _slope(p, entmax) * wobble(ratio, q, k, scale, lse, entmax) * ((m * dp).abs() + delta.abs()[:, None])
 
-    def weights(a, p, q, k, scale, lse):
-        return a**2 + (p * (wobble(ratio, q, k, scale, lse) - 1)) ** 2
+    def weights(a, p, q, k, scale, lse, entmax):
+        return a**2 + (_slope(p, entmax) * (wobble(ratio, q, k, scale, lse, entmax) - 1)) ** 2
 
-    def y(a, p, q, k, scale, lse, v, gate):
-        return (weights(a, p, q, k, scale, lse) @ v**2) * _weight(gate) ** 2
+    def y(a, p, q, k, scale, lse, v, gate, entmax):
+        return (weights(a, p, q, k, scale, lse, entmax) @ v**2) * _weight(gate) ** 2
 
-    def dv(a, p, q, k, scale, lse, do):
-        return weights(a, p, q, k, scale, lse).mT @ do**2
+    def dv(a, p, q, k, scale, lse, do, entmax):
+        return weights(a, p, q, k, scale, lse, entmax).mT @ do**2
 
-    def dgate(a, p, q, k, scale, lse, v, dy, gate):
-        return (weights(a, p, q, k, scale, lse) @ v**2) * (dy * _weight(gate) * (1 - _weight(gate))) ** 2
+    def dgate(a, p, q, k, scale, lse, v, dy, gate, entmax):
+        return (weights(a, p, q, k, scale, lse, entmax) @ v**2) * (dy * _weight(gate) * (1 - _weight(gate))) ** 2
 
-    def dq(dx, k, scale, p, do, o):
-        return scale**2 * (dx**2 @ k**2 + _delta_squares(do, o)[:, None] * (p @ k) ** 2)
+    def dq(dx, k, scale, p, do, o, u, entmax):
+        return scale**2 * (dx**2 @ k**2 + _delta_squares(do, o, u, entmax)[:, None] * (_slope(p, entmax) @ k) ** 2)
 
-    def dk(dx, q, scale, p, do, o):
-        return scale**2 * ((dx**2 + p**2 * _delta_squares(do, o)[:, None]).mT @ q**2)
+    def dk(dx, q, scale, p, do, o, u, entmax):
+        return scale**2 * ((dx**2 + _slope(p, entmax) ** 2 * _delta_squares(do, o, u, entmax)[:, None]).mT @ q**2)
 
-    def dsink(p_sink, delta, do, o, lse):
+    def dsink(p_sink, delta, do, o, lse, u, entmax):
         sized = 1 + ratio * lse.masked_fill(torch.isinf(lse), 0).abs()
-        return (p_sink**2 * (_delta_squares(do, o) + (delta * sized) ** 2)).sum()
+        return (_slope(p_sink, entmax) ** 2 * (_delta_squares(do, o, u, entmax) + (delta * sized) ** 2)).sum()
+
+    def dentmax(p, p_sink, dp, dlse, entmax, q, k, scale, lse):
+        return _dentmax_squares(p, p_sink, dp, dlse, entmax, wobble(ratio, q, k, scale, lse, entmax))
 
     return STAGES | _stages(
         y=y,
@@ -87,6 +111,7 @@ def _squares(ratio: float) -> dict[str, Stage]:
         dbias=_dbias_squares,
         dsink=dsink,
         dpair_bias=_dpair_bias_squares,
+        dentmax=dentmax,
         dtau=lambda m, do, v, n: ((m @ v**2 * do**2).sum(-1) / n.clamp(min=1).squeeze(-1) ** 2).sum(),
         dq=dq,
         dk=dk,
@@ -100,4 +125,7 @@ def noise(call: Call, dy: Tensor | None, dlse: Tensor | None, lse: Tensor) -> di
     ratio = torch.finfo(call.accumulator_dtype).eps / eps
     sums = Oracle(stages=_squares(ratio))(call, dy, dlse, keep=names)
     behind = lse.abs() + torch.tensor(call.k.shape[2] + 2.0, dtype=lse.dtype).log()
+    if call.entmax is not None:
+        # a threshold is told from a sum of e-th powers, and lse is e times it
+        behind = behind + exponent(call.entmax.to(lse))[None, :, None]
     return {name: value.sqrt() for name, value in sums.items()} | {"lse": behind * ratio}

@@ -34,6 +34,12 @@ def _low_lse(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return q + shift, k - shift
 
 
+def _high_lse(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """All logits near +120: exp of an lse above 88 overflows in fp32."""
+    shift = (120 / (_positive(scale) * q.shape[-1])) ** 0.5
+    return q + shift, k + shift
+
+
 def _jumps(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """All logits of a block of 32 rows near -50, those of the next near +50: lse jumps by 100, more than exp can hold."""
     shift = (50 / (_positive(scale) * q.shape[-1])) ** 0.5
@@ -62,6 +68,7 @@ RECIPES: dict[str, Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]] = {
     "peaky": _peaky,
     "dominant": _dominant,
     "low_lse": _low_lse,
+    "high_lse": _high_lse,
     "jumps": _jumps,
     "outliers": _outliers,
 }

@@ -1,8 +1,8 @@
 """Yardstick B: the error a good flash kernel cannot avoid.
 
 Matmul operands are rounded to the inputs' dtype, everything else is fp32, keys are visited in tiles with a running maximum
-(eq. 31), elastic softmax in two sweeps (eq. 32), and delta comes from the rounded outputs (eq. 27, 28). A kernel much worse
-than this rounds somewhere it should not.
+(eq. 31), elastic softmax in two sweeps (eq. 32), entmax from its threshold (eq. 80), and delta comes from the rounded outputs
+(eq. 27, 28, 87). A kernel much worse than this rounds somewhere it should not.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from backlight.call import Call
+from backlight.reference import entmax as sparse
 from backlight.reference import trace
 from backlight.reference.oracle import Oracle
 from backlight.reference.trace import Trace, Values
 
 TILE = 64
 TABLES = ("bias", "pair_bias")
-PRODUCED = ("lse", "o", "u", "y", "do", "delta", "dq", "dk", "dv", "dbias", "dsink", "dtau", "dgate", "dpair_bias")
+PRODUCED = ("lse", "o", "u", "y", "do", "delta", "dq", "dk", "dv", "dbias", "dsink", "dtau", "dgate", "dpair_bias", "dentmax")
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Flashlike(Oracle):
 
     def run_head(self, inputs: Mapping[str, object], names: Iterable[str]) -> Values:
         head: dict[str, Any] = dict(inputs)
-        head |= self._forward(head)
+        head |= self._forward(head) if head["entmax"] is None else self._forward_entmax(head)
         if head["dy"] is not None:
             head |= self._backward(head)
         return head  # type: ignore[return-value]
@@ -77,6 +78,26 @@ class Flashlike(Oracle):
                 u += m @ head["v"][keys] / head["n"].clamp(min=1)
         return {"lse": lse, "o": o, "u": self._operand(u), "y": self._operand(trace.y(o, head["gate"]))}
 
+    def _forward_entmax(self, head: Mapping[str, Tensor]) -> Values:
+        """The threshold in fp32, o and u by rounded weights and slopes (eq. 86, 87)."""
+        alpha, v = head["entmax"], head["v"]
+        s = torch.cat([s for _, _, s, _ in self._tiles(head)] or [v.new_empty(head["q"].shape[0], 0)], dim=-1)
+        lse = trace.lse(s, head["sink"], alpha)
+        p, p_sink = trace.p(s, lse, alpha), trace.p_sink(lse, head["sink"], alpha)
+        w, total = sparse.slopes(p, p_sink, alpha)
+        o, u = self._operand(p) @ v, self._operand(w) @ v / total[:, None]
+        return {"lse": lse, "o": o, "u": self._operand(u), "y": self._operand(trace.y(o, head["gate"]))}
+
+    def _entmax_rows(self, head: Mapping[str, Tensor], do: Tensor) -> tuple[Tensor, Tensor]:
+        """delta by the rounded u (eq. 87), and dentmax (eq. 89)."""
+        alpha, dlse = head["entmax"], head["dlse"]
+        s = torch.cat([s for _, _, s, _ in self._tiles(head)] or [do.new_empty(do.shape[0], 0)], dim=-1)
+        p, p_sink = trace.p(s, head["lse"], alpha), trace.p_sink(head["lse"], head["sink"], alpha)
+        delta = (do * head["u"]).sum(dim=-1)
+        if dlse is not None:
+            delta = delta - dlse / sparse.slopes(p, p_sink, alpha)[1]
+        return delta, trace.dentmax(p, p_sink, trace.dp(do, head["v"]), dlse, alpha)
+
     def _backward(self, head: Mapping[str, Tensor]) -> Values:
         dy, y, tau, n, dlse = head["dy"], head["y"], head["tau"], head["n"], head["dlse"]
         do = self._operand(trace.do(dy, head["gate"]))
@@ -89,13 +110,16 @@ class Flashlike(Oracle):
             dtau = per_key.sum()
         if dlse is not None:
             delta = delta - dlse
+        alpha, dentmax = head["entmax"], dy.new_zeros(())
+        if alpha is not None:
+            delta, dentmax = self._entmax_rows(head, do)
         out = {name: torch.zeros_like(head[name[1:]]) for name in ("dq", "dk", "dv")}
         dbias, dpair_bias = (dy.new_zeros(0) if (x := head[name]) is None else torch.zeros_like(x) for name in TABLES)
         for keys, capped, s, tile in self._tiles(head):
-            p = trace.p(s, head["lse"])
-            m = trace.m(p, tau, n, tile["visible"])
+            p = trace.p(s, head["lse"], alpha)
+            m = trace.m(p, tau, n, tile["visible"], alpha)
             out["dv"][keys] = self._operand(trace.a(p, m, tau, n)).mT @ do
-            ds = trace.ds(p, m, trace.dp(do, head["v"][keys]), delta)
+            ds = trace.ds(p, m, trace.dp(do, head["v"][keys]), delta, alpha)
             dx = self._operand(trace.dx(ds, capped, head["softcap"]))
             out["dq"] += trace.dq(dx, head["k"][keys], head["scale"])
             out["dk"][keys] = trace.dk(dx, head["q"], head["scale"])
@@ -106,10 +130,11 @@ class Flashlike(Oracle):
             "do": do,
             "delta": delta,
             "dbias": dbias,
-            "dsink": trace.dsink(trace.p_sink(head["lse"], head["sink"]), delta),
+            "dsink": trace.dsink(trace.p_sink(head["lse"], head["sink"], alpha), delta, alpha),
             "dtau": dtau,
             "dgate": dgate,
             "dpair_bias": dpair_bias,
+            "dentmax": dentmax,
         }
 
 

@@ -4,10 +4,10 @@ Each function below is one stage of one head of one segment: it takes earlier st
 value. The oracle evaluates them in order in float64; the doctor evaluates a single stage from a kernel's own upstream values to
 tell a local error from an inherited one, and replaces single stages to build mutants. Equations are those of `docs/math.md`.
 
-Inputs of a head: q [Sq,D], k [Sk,D], v [Sk,Dv]; bias [n], sink [], tau [], gate [Sq,Dv], pair_bias [Sq or 1,Sk] or None; the
-incoming gradients dy [Sq,Dv] and dlse [Sq] or None. Geometry: `visible` [Sq,Sk] bool, `n` [Sq,1] counts, `column` [Sq,Sk] bias
-column. With a mask by row intervals, which `visible` and `n` have in them already, also `rows` [2w,Sk] and `pos` [Sq], what is
-compared with them, else None; `own` [Sq,Sk] is what the spec alone lets be seen.
+Inputs of a head: q [Sq,D], k [Sk,D], v [Sk,Dv]; bias [n], sink [], tau [], gate [Sq,Dv], pair_bias [Sq or 1,Sk], entmax [] or
+None; the incoming gradients dy [Sq,Dv] and dlse [Sq] or None. Geometry: `visible` [Sq,Sk] bool, `n` [Sq,1] counts, `column`
+[Sq,Sk] bias column. With a mask by row intervals, which `visible` and `n` have in them already, also `rows` [2w,Sk] and `pos`
+[Sq], what is compared with them, else None; `own` [Sq,Sk] is what the spec alone lets be seen.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from backlight.reference import entmax as sparse
 
 Values = dict[str, Tensor]
 
@@ -74,29 +76,37 @@ def s(capped, bias, column, pair_bias, visible):
     return capped.masked_fill(~visible, -torch.inf)
 
 
-@stage("8")
-def lse(s, sink):
+@stage("8, 88")
+def lse(s, sink, entmax=None):
+    if entmax is not None:
+        return sparse.lse(s, sink, entmax)
     if sink is None:
         return torch.logsumexp(s, dim=-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
     return torch.logsumexp(torch.cat([s, sink.expand(s.shape[0], 1)], dim=-1), dim=-1)
 
 
-@stage("9")
-def p(s, lse):
+@stage("9, 80")
+def p(s, lse, entmax=None):
+    if entmax is not None:
+        return sparse.weight(s, lse[:, None], entmax)
     return torch.exp(s - lse.masked_fill(lse == -torch.inf, 0)[:, None])
 
 
-@stage("9")
-def p_sink(lse, sink):
+@stage("9, 80")
+def p_sink(lse, sink, entmax=None):
     """The limits of an infinite sink: 1 where it is all there is (+inf), 0 where it is as good as absent (-inf)."""
     if sink is None:
         return torch.zeros_like(lse)
+    if entmax is not None:
+        return sparse.weight(sink, lse, entmax).masked_fill(lse == sink, 1).masked_fill(lse == -torch.inf, 0)
     return torch.exp(sink - lse).masked_fill(lse == sink, 1).masked_fill(lse == -torch.inf, 0)
 
 
 @stage("10")
-def m(p, tau, n, visible):
-    """1 where a key survives; all visible keys do without tau, or with tau >= 0."""
+def m(p, tau, n, visible, entmax=None):
+    """1 where a key survives; all visible keys do without tau, or with tau >= 0. With entmax, those that weigh anything."""
+    if entmax is not None:
+        return (visible & (p > 0)).to(p.dtype)
     if tau is None or tau >= 0:
         return visible.to(p.dtype)
     return (visible & (p + tau / n.clamp(min=1) > 0)).to(p.dtype)
@@ -112,8 +122,12 @@ def o(a, v):
     return a @ v
 
 
-@stage("12")
-def u(m, v, n):
+@stage("12, 87")
+def u(m, v, n, p=None, p_sink=None, entmax=None):
+    """What a backward needs besides o: the mean of v over survivors; with entmax, by its slopes."""
+    if entmax is not None:
+        w, total = sparse.slopes(p, p_sink, entmax)
+        return w @ v / total[:, None]
     return m @ v / n.clamp(min=1)
 
 
@@ -148,15 +162,20 @@ def dv(a, do):
     return a.mT @ do
 
 
-@stage("20")
-def delta(p, m, dp, dlse):
-    """delta - dlse: what kernels consume."""
+@stage("20, 87")
+def delta(p, m, dp, dlse, p_sink=None, entmax=None):
+    """delta - dlse: what kernels consume. With entmax a mean by its slopes, and dlse over their sum."""
+    if entmax is not None:
+        w, total = sparse.slopes(p, p_sink, entmax)
+        return ((w * dp).sum(dim=-1) - (0 if dlse is None else dlse)) / total
     delta = (p * m * dp).sum(dim=-1)
     return delta if dlse is None else delta - dlse
 
 
-@stage("21")
-def ds(p, m, dp, delta):
+@stage("21, 87")
+def ds(p, m, dp, delta, entmax=None):
+    if entmax is not None:
+        return sparse.slope(p, entmax) * (dp - delta[:, None])
     return p * (m * dp - delta[:, None])
 
 
@@ -168,8 +187,10 @@ def dbias(ds, bias, column):
     return ds.new_zeros(bias.numel()).index_add(0, column[inside], ds[inside])
 
 
-@stage("23")
-def dsink(p_sink, delta):
+@stage("23, 87")
+def dsink(p_sink, delta, entmax=None):
+    if entmax is not None:
+        p_sink = sparse.slope(p_sink, entmax)
     return -(p_sink * delta).sum()
 
 
@@ -188,6 +209,11 @@ def dpair_bias(ds, pair_bias):
     return ds.sum(dim=0, keepdim=True) if pair_bias.shape[0] != ds.shape[0] else ds
 
 
+@stage("89")
+def dentmax(p, p_sink, dp, dlse, entmax):
+    return dp.new_zeros(()) if entmax is None else sparse.by_alpha(p, p_sink, dp, dlse, entmax)
+
+
 @stage("25")
 def dx(ds, capped, softcap):
     return ds if softcap is None else ds * (1 - (capped / softcap) ** 2)
@@ -204,9 +230,9 @@ def dk(dx, q, scale):
 
 
 FORWARD = ("x", "capped", "s", "lse", "p", "p_sink", "m", "a", "o", "u", "y")
-BACKWARD = ("do", "dgate", "dp", "dv", "delta", "ds", "dbias", "dsink", "dtau", "dpair_bias", "dx", "dq", "dk")
+BACKWARD = ("do", "dgate", "dp", "dv", "delta", "ds", "dbias", "dsink", "dtau", "dpair_bias", "dentmax", "dx", "dq", "dk")
 OUTPUTS = ("y", "lse")
-GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink", "dtau", "dgate", "dpair_bias")
+GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink", "dtau", "dgate", "dpair_bias", "dentmax")
 
 
 def graph(stages: Mapping[str, Stage] = STAGES) -> dict[str, tuple[str, ...]]:

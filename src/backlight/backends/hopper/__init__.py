@@ -73,7 +73,7 @@ class HopperBackend:
     order = (
         "tiles of packed sequences do not go by their mean length; dq from a kernel that owns rows, so seven products, not five"
     )
-    derivatives = dict.fromkeys(("tangent",), frozenset({"causal", "window", "packed"}))
+    derivatives = dict.fromkeys(("tangent", "second"), frozenset({"causal", "window", "packed"}))
 
     def available(self) -> tuple[str, ...]:
         return missing()
@@ -122,6 +122,8 @@ class HopperBackend:
         from backlight.backends.hopper.config import padded
 
         d, dv = call.q.shape[-1], call.v.shape[-1]
+        if what == "second" and call.deterministic:
+            return ("second derivatives in a fixed order of sums",)
         if max(d, dv) > MAX_TANGENT_DIM:
             return (f"tangents with head dimension {max(d, dv)} above {MAX_TANGENT_DIM}",)
         if padded(d) != padded(dv):
@@ -152,14 +154,27 @@ class HopperBackend:
 
     @torch.no_grad()
     def tangent(self, call: Call, tangents: dict[str, Tensor], known: tuple[Any, ...] | None) -> tuple[Any, ...]:
-        """What is known is returned as it came, and computed again beside its tangent."""
         from backlight.backends.hopper.tangent.host import tangent
         from backlight.backends.replaying.program import replayed
 
-        y, lse, ty, tlse = replayed(tangent, call, tuple(map(tangents.get, ("q", "k", "v"))), None)
+        saved = (None, None) if known is None else (known[0], known[1].contiguous())
+        y, lse, ty, tlse = replayed(tangent, call, (*map(tangents.get, ("q", "k", "v")), *saved), None)
         if known is not None:
             y, lse, _ = known
         return y, lse, None, ty, tlse, None
+
+    @torch.no_grad()
+    def second(
+        self,
+        call: Call,
+        tangents: dict[str, Tensor],
+        results: tuple[Any, ...],
+        incoming: tuple[Any, ...],
+        needs: frozenset[str],
+    ) -> dict[str, Tensor]:
+        from backlight.backends.hopper.second.host import second
+
+        return second(call, tangents, results, incoming, needs, self.backward)
 
     def replay(self, call: Call, tensors: tuple[Tensor | None, ...], choice: Any) -> Callable[..., Any] | None:
         """The program of a direction; borders of packed sequences are values, which a program does not check."""

@@ -62,6 +62,17 @@ NARROW_DS_FULL = gl.constexpr(12)  # + 2 * warpgroup + buffer: that one's `gradi
 ROWS_K_EMPTY = gl.constexpr(8)  # + stage: both consumers arrive, `producer` waits
 ROWS_V_EMPTY = gl.constexpr(12)  # + stage: both consumers arrive, `producer` waits
 
+# --- second derivatives: two `gradients` (a warpgroup each), `loader`, two `reducer` (a warp each) ----------------------------
+
+SECOND_ROWS_EMPTY = gl.constexpr(6)  # + stage: both `gradients` arrive, `loader` waits
+
+
+@gluon.constexpr_function
+def second_out_full(stages):
+    """+ warpgroup: its `gradients` arrives with dq, or dk and dv; its `reducer` waits."""
+    return SECOND_ROWS_EMPTY + stages
+
+
 # --- pair bias, kernel that walks over members: two or three consumers (a warpgroup each), `loader` (a warp) ------------------
 
 PAIR_MEMBER_EMPTY = gl.constexpr(8)  # + stage: all consumers arrive, `loader` waits

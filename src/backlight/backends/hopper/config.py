@@ -245,6 +245,32 @@ class DqConfig:
     v_stages: int = 2
 
 
+@dataclass(frozen=True, slots=True)
+class SecondConfig:
+    """Row blocks of the kernel of second derivatives, whose key tiles are 128; other options are those of `BackwardConfig`.
+
+    direct: dq is added to memory from registers, not by TMA from shared memory.
+    ahead:  scores of the next block and their tangents are multiplied behind dq of this one.
+    """
+
+    block_m: int
+    stages: int = 2
+    direct: bool = False
+    ahead: bool = False
+    persistent: bool = True
+    together: int = 0
+
+
+def second_config(call: Call) -> SecondConfig:
+    return resolve("hopper.second", lambda: second_heuristic(call))
+
+
+def second_heuristic(call: Call) -> SecondConfig:
+    """dk, dv and four tiles of scores have to fit into registers."""
+    width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
+    return SecondConfig(64 if width <= 64 else 32)
+
+
 def backward_config(call: Call) -> BackwardConfig:
     return resolve("hopper.backward", lambda: backward_heuristic(call))
 
@@ -275,7 +301,7 @@ def room_for_dv(config: BackwardConfig, bd: int, bdv: int, dbias: bool) -> bool:
     return used + 2 * keys * bdv + BARRIERS <= SHARED_MEMORY
 
 
-def keys_together(call: Call, config: BackwardConfig, few: bool = False) -> int:
+def keys_together(call: Call, config: BackwardConfig | SecondConfig, few: bool = False) -> int:
     """Key heads whose tiles interleave under a mask: a divisor of all of them.
 
     Longest tiles of several heads first, as in the forward; but what those heads read and add to has to stay in L2: rows of one

@@ -212,6 +212,18 @@ def pieces(D, BD):
     return ((0, whole), (whole, rest))
 
 
+@gluon.constexpr_function
+def columns_beyond(D, BD):
+    """Columns of a second accumulator, 0 where the first has all BD: 192 columns are 128 and 64, which tiles hold in 256."""
+    return 64 if BD == 256 and D <= 192 else 0
+
+
+@gluon.jit
+def first_columns(tile, BEYOND: gl.constexpr):
+    """The columns of a tile in shared memory that go with the first accumulator."""
+    return tile.slice(0, 2 * BEYOND, 1) if BEYOND > 0 else tile
+
+
 @gluon.jit
 def mma_over_columns(a, b, acc, D: gl.constexpr, ONTO: gl.constexpr = False):
     """a [R, BD] times b [C, BD] transposed, both in shared memory, columns beyond D (zeros) left out; ONTO adds acc to it."""

@@ -16,7 +16,7 @@ class TiledBackend:
     name = "tiled"
     summary = "plain PyTorch, any device, fp16 to fp64, every variant, linear memory"
     takes = frozenset(
-        {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed", "part"}
+        {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "entmax", "rows", "pos", "packed", "part"}
     )
     order = "products of one sequence at a time; tiles of packed ones do not go by their lengths"
     # a new term has no derivatives until it is named here too

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backlight.backends.tiled.config import Slab, config_of, row_blocks, slabs, tiles
+from backlight.backends.tiled.config import Slab, Tile, config_of, row_blocks, slabs, tiles
+from backlight.backends.tiled.entmax import ByAlpha, Entmax
 from backlight.backends.tiled.forward import base2
 from backlight.backends.tiled.pair_bias import blank_gradient
 from backlight.backends.tiled.primitives import (
@@ -34,7 +35,7 @@ from backlight.call import Call
 from backlight.config import Config
 from backlight.spec import PER_HEAD, SEQUENCE_OF
 
-SCORE_GRADIENTS = frozenset({"dq", "dk", "dbias", "dpair_bias"})
+SCORE_GRADIENTS = frozenset({"dq", "dk", "dbias", "dpair_bias", "dentmax"})
 
 
 def backward(
@@ -68,6 +69,11 @@ class _Incoming:
     u: Tensor | None
     dy: Tensor
     dlse: Tensor | None
+
+    def rows(self, block: Block) -> tuple[Tensor, Tensor | None]:
+        """lse and dlse of a block's rows."""
+        lse = block.rows_of(self.lse[..., None])
+        return lse, None if self.dlse is None else block.rows_of(self.dlse[..., None]).to(lse.dtype)
 
 
 def _prepass(
@@ -106,6 +112,36 @@ def _prepass(
     return do, base2(lse), delta
 
 
+def _prepass_entmax(
+    incoming: _Incoming,
+    scores: Scores,
+    entmax: Entmax,
+    block_tiles: list[Tile],
+    out: dict[str, Tensor],
+    sums: dict[str, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_prepass` of rows with entmax: delta by u (eq. 87), dlse over the sum of slopes; adds to dgate and dsink."""
+    call, block = scores.call, scores.block
+    dtype = call.accumulator_dtype
+    assert incoming.u is not None
+    y, do = block.rows_of(incoming.y).to(dtype), block.rows_of(incoming.dy).to(dtype)
+    lse = block.rows_of(incoming.lse[..., None])
+    lse2 = base2(lse)
+    if call.gate is not None:
+        weight = torch.sigmoid(block.rows_of(call.gate).to(dtype))
+        if "dgate" in out:
+            block.put_rows(out["dgate"], do * y * (1 - weight))
+        do = do * weight
+    delta = (do * block.rows_of(incoming.u)).sum(dim=-1, keepdim=True)
+    if incoming.dlse is not None:
+        dlse = block.rows_of(incoming.dlse[..., None]).to(dtype).masked_fill(lse == -math.inf, 0)
+        delta -= dlse / entmax.slope_sums(scores, lse, lse2, block_tiles)
+    if "dsink" in sums:
+        dsink = block.sum_positions(entmax.sink_weights(lse)[1] * delta).neg_()
+        add_heads_(sums["dsink"], block.slab, block.group, dsink)
+    return do, lse2, delta
+
+
 def _backward_slab(
     incoming: _Incoming,
     call: Call,
@@ -122,6 +158,7 @@ def _backward_slab(
     scores = Scores(call, slab, workspace)
     v_columns = columns(keys_of(call.v, slab).to(scores.operand))
     elastic = Elastic(call, slab, workspace) if call.tau is not None else None
+    entmax = Entmax(call, slab) if call.entmax is not None else None
 
     dk = torch.zeros_like(scores.k_columns, dtype=dtype) if "dk" in out else None
     dv = torch.zeros_like(v_columns, dtype=dtype) if "dv" in out else None
@@ -130,16 +167,27 @@ def _backward_slab(
         block = Block(slab, call.group, i0, i1)
         if elastic is not None:
             elastic.start(block)
-        do_exact, lse2, delta = _prepass(incoming, call, block, elastic, out, sums)
+        scores.start(block)
+        block_tiles = scores.visited(tiles(call.spec, i0, i1, z.sq, z.sk, config))
+        if entmax is not None:
+            entmax.start(block)
+            do_exact, lse2, delta = _prepass_entmax(incoming, scores, entmax, block_tiles, out, sums)
+        else:
+            do_exact, lse2, delta = _prepass(incoming, call, block, elastic, out, sums)
         if not want_ds and dv is None:
             continue
-        scores.start(block)
+        by_alpha = ByAlpha(entmax) if entmax is not None and "dentmax" in sums else None
         do = do_exact.to(scores.operand)
         dq = torch.zeros_like(scores.q, dtype=dtype)
-        for tile in scores.visited(tiles(call.spec, i0, i1, z.sq, z.sk, config)):
+        for tile in block_tiles:
             part, keys = block.part(tile), slice(tile.j0, tile.j1)
-            p = scores.tile(tile).sub_(lse2[:, part]).exp2_()
-            a, m = p, None
+            if entmax is None:
+                p = scores.tile(tile).sub_(lse2[:, part]).exp2_()
+                a, m = p, None
+            else:
+                above = entmax.above(scores.tile(tile), lse2, part)
+                # ds has the slope where that of a softmax has p
+                (a, p), m = entmax.weights(above, part), None
             if elastic is not None:
                 a, m = elastic.weights(elastic.exact_single_(p, tile), tile, scores)
             if dv is not None:
@@ -149,6 +197,8 @@ def _backward_slab(
             dp = product(do[:, part], v_columns[:, :, keys], workspace.take("dp", *p.shape))
             if m is not None:
                 dp.mul_(m)
+            if by_alpha is not None:
+                by_alpha.add_(above, (a, p), dp, part)
             ds = dp.sub_(delta[:, part]).mul_(p)
             if dmirrored is not None:
                 assert scores.bias is not None
@@ -163,6 +213,9 @@ def _backward_slab(
                 add_product_(dq[:, part], dx, scores.k[:, keys])
             if dk is not None:
                 add_product_(dk[:, :, keys], scores.q[:, part].mT, dx)
+        if by_alpha is not None:
+            rows = incoming.rows(block)
+            add_heads_(sums["dentmax"], slab, call.group, block.sum_positions(by_alpha.rows(*rows)))
         if "dq" in out:
             block.put_rows(out["dq"], dq.mul_(call.scale))
     if dk is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from backlight.backends.tiled.config import Slab, Tile
+from backlight.backends.tiled.entmax import Entmax
 from backlight.backends.tiled.forward import base2
 from backlight.backends.tiled.primitives import Block, Elastic, Scores, Workspace
 from backlight.call import Call
@@ -43,6 +44,7 @@ def _count_slab(call: Call, slab: Slab, lse: Tensor, tile: tuple[int, int]) -> T
     workspace = Workspace(call.group * min(step, z.sq) * z.sk, call.q, call.accumulator_dtype)
     scores = Scores(call, slab, workspace)
     elastic = Elastic(call, slab, workspace) if call.tau is not None else None
+    entmax = Entmax(call, slab) if call.entmax is not None else None
     sums = torch.zeros(8, call.group, dtype=torch.float64, device=call.q.device)
     for i0 in range(0, z.sq, step):
         i1 = min(i0 + step, z.sq)
@@ -54,7 +56,12 @@ def _count_slab(call: Call, slab: Slab, lse: Tensor, tile: tuple[int, int]) -> T
         s2 = scores.tile(here)
         # a pair bias hides too
         m = workspace.take("m", *s2.shape).copy_(s2 > -math.inf) if scores.pair_bias is not None else None
-        p = s2.sub_(base2(block.rows_of(lse[..., None]))).exp2_()
+        lse2 = base2(block.rows_of(lse[..., None]))
+        if entmax is None:
+            p = s2.sub_(lse2).exp2_()
+        else:
+            entmax.start(block)
+            p, _ = entmax.weights(entmax.above(s2, lse2, slice(None)), slice(None))
         if m is None:
             m = scores.mask_(workspace.take("m", *p.shape).fill_(1), here).clamp_(min=0)
         a = p
@@ -64,6 +71,8 @@ def _count_slab(call: Call, slab: Slab, lse: Tensor, tile: tuple[int, int]) -> T
         if elastic is not None:
             elastic.start(block)
             a, m = elastic.weights(elastic.exact_single_(p, here), here, scores)
+        if entmax is not None:
+            m = (p > 0).to(p.dtype)
         n, survivors = seen, m.sum(dim=-1, keepdim=True)
         counts = (survivors, n, a.sum(dim=-1, keepdim=True), (survivors == 0) & (n > 0), n > 0)
         found = [block.sum_positions(each.double())[0] for each in counts]

@@ -1,4 +1,4 @@
-"""Forward of the tiled backend: one sweep over the keys (eq. 31), two for the elastic softmax (eq. 32).
+"""Forward of the tiled backend: one sweep over the keys (eq. 31), two for the elastic softmax (eq. 32), a few for entmax.
 
 Per slab and row block: the running maximum `m` and sum `l` in base 2 and an fp32 accumulator, [N, rows, *]. Nothing larger than
 a score tile is ever allocated. Parity contract: tests/conformance.
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from backlight.backends.tiled.config import Slab, Tile, config_of, row_blocks, slabs, tiles
+from backlight.backends.tiled.entmax import Entmax
 from backlight.backends.tiled.primitives import Block, Elastic, Scores, Workspace, add_product_, heads_of, keys_of
 from backlight.call import Call
 from backlight.config import Config
@@ -37,7 +38,7 @@ def forward(call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None, Te
         y = y.new_empty(*call.q.shape[:3], dv)
     lse = call.q.new_empty(call.q.shape[:3], dtype=call.accumulator_dtype)
     kept = torch.empty_like(y) if save_u and call.keeps else None
-    u, low = (kept, None) if call.tau is not None else (None, kept)
+    u, low = (kept, None) if call.spec.keeps_u else (None, kept)
     out = Results(y, lse, u, low, torch.empty_like(lse).fill_(-math.inf) if call.max_logit else None)
     config = config_of(call)
     workspace = Workspace(config.heads * call.group * config.block_m * config.block_n, call.q.detach(), call.accumulator_dtype)
@@ -52,12 +53,18 @@ def _forward_slab(call: Call, slab: Slab, config: Config, workspace: Workspace, 
     v = keys_of(call.v, slab).to(scores.operand)
     known_lse = None if call.part is None else call.part.lse
     elastic = Elastic(call, slab, workspace) if call.tau is not None else None
+    entmax = Entmax(call, slab) if call.entmax is not None else None
     sink = None if call.sink is None else heads_of(call.sink, slab, call.group, call.accumulator_dtype)
     for i0, i1 in row_blocks(z.sq, config):
         block = Block(slab, call.group, i0, i1)
         block_tiles = scores.visited(tiles(call.spec, i0, i1, z.sq, z.sk, config))
         scores.start(block)
-        if known_lse is None:
+        if entmax is not None:
+            entmax.start(block)
+            block_lse, o, block_u = entmax.forward(scores, v, block_tiles)
+            if out.u is not None:
+                block.put_rows(out.u, block_u)
+        elif known_lse is None:
             block_lse, o, peaks = softmax_sweep(scores, v, sink, block_tiles, with_output=elastic is None)
             if out.peaks is not None:
                 block.put_rows(out.peaks[..., None], peaks)

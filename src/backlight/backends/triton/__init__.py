@@ -13,7 +13,10 @@ from torch import Tensor
 
 from backlight.call import Call
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+# with tau or entmax, o and u of a row; of derivatives, o and its tangent: they fit no further
+MAX_TAU_DIM = 256
+MAX_DIFFERENTIATED_DIM = 256
 
 
 def interpreting() -> bool:
@@ -51,13 +54,13 @@ class TritonBackend:
     name = "triton"
     summary = "portable GPU kernels, fp16 bf16 fp32, every variant"
     takes = frozenset(
-        {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed", "part"}
+        {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "entmax", "rows", "pos", "packed", "part"}
     )
     order = "a program for each tile of a sequence, no sum across programs; dq, dk and dv from kernels of their own"
     # a new term has no derivatives until it is named here too
     twice = frozenset({"causal", "window", "softcap", "bias", "sink", "gate", "rows", "pos", "packed"})
     derivatives: ClassVar[dict[str, frozenset[str]]] = {
-        "tangent": twice | {"pair_bias", "part"},
+        "tangent": twice | {"tau", "pair_bias", "part"},
         "second": twice,
     }
 
@@ -77,7 +80,17 @@ class TritonBackend:
         for name, width in (("q", call.q.shape[-1]), ("v", call.v.shape[-1])):
             if width > MAX_HEAD_DIM:
                 reasons.append(f"head dimension {width} of {name} is above {MAX_HEAD_DIM}")
-        return tuple(reasons)
+            elif width > MAX_TAU_DIM:
+                terms = [term for term in ("tau", "entmax") if term in call.features]
+                reasons += [f"{term} with head dimension {width} of {name} above {MAX_TAU_DIM}" for term in terms]
+        return tuple(reasons) or self._without_room(call)
+
+    def _without_room(self, call: Call) -> tuple[str, ...]:
+        if max(call.q.shape[-1], call.v.shape[-1]) <= MAX_TAU_DIM or call.q.dtype != torch.float32:
+            return ()
+        from backlight.backends.triton.config import why_no_room
+
+        return why_no_room(call)
 
     def config(self, call: Call) -> dict[str, object]:
         from backlight.backends.triton.config import config_of, kernels_of
@@ -106,14 +119,20 @@ class TritonBackend:
         )
 
     def tangent(self, call: Call, tangents: dict[str, Tensor], known: tuple[Any, ...] | None) -> tuple[Any, ...]:
-        from backlight.backends.triton.tangent import tangent
-
+        if call.tau is not None:
+            from backlight.backends.triton.tangent_elastic import tangent_elastic as tangent
+        else:
+            from backlight.backends.triton.tangent import tangent
         with torch.no_grad():
             return tangent(call, tangents, known)
 
     def why_not_differentiated(self, what: str, call: Call) -> tuple[str, ...]:
+        width = max(call.q.shape[-1], call.v.shape[-1])
+        if width > MAX_DIFFERENTIATED_DIM:
+            return (f"has no derivatives of heads wider than {MAX_DIFFERENTIATED_DIM}, and these have {width} columns",)
         if what != "second":
-            return ()
+            beside = {"a pair bias": call.pair_bias, "parts of a larger problem": call.part} if call.tau is not None else {}
+            return tuple(f"has no forward-mode derivative of tau with {name}" for name, x in beside.items() if x is not None)
         from backlight.backends.triton.config import why_no_second
 
         return why_no_second(call)

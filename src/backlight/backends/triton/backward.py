@@ -12,6 +12,7 @@ from backlight.backends.triton.dpair import dpair_by_owner, dpair_of_columns, em
 from backlight.backends.triton.dq import dq_of
 from backlight.backends.triton.fused import fits, fused_of
 from backlight.backends.triton.launch import Launch
+from backlight.backends.triton.live import sweep
 from backlight.backends.triton.members import dq_and_dpair_of, walks
 from backlight.call import Call
 
@@ -30,6 +31,9 @@ def backward(
             out["dpair_bias"] = dpair_bias
         return {name: out[name] for name in needs}
     rows = prepare_rows(launch, y, lse, u, dy, dlse, out)
+    if call.entmax is not None and (launch.skips or "dentmax" in needs):
+        _, dentmax = sweep(launch, lse, dlse, rows.do if "dentmax" in needs else None, wants_slopes=False)
+        out |= {} if dentmax is None else {"dentmax": dentmax}
     left = needs
     if way in ("", "owner") and needs & {"dq", "dpair_bias"} and not call.batch_invariant and walks(launch, rows):
         out |= dq_and_dpair_of(launch, rows, way == "owner")

@@ -24,6 +24,8 @@ from backlight.config import resolve
 WIDEST_TILES = 256
 # bytes of shared memory that the largest and the middle tiles of the heuristic need (docs/kernels.md lists what they take)
 LARGE, MIDDLE = 160 * KIB, 96 * KIB
+# what tiles of heads wider than 256 need beyond that
+LARGEST = 200 * KIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +93,19 @@ def why_no_second(call: Call) -> tuple[str, ...]:
     return (f"has no second derivative in fp32 of heads wider than 128 with {shared // KIB} KiB of shared memory",)
 
 
+def why_no_room(call: Call) -> tuple[str, ...]:
+    """Reasons a card has no room for heads wider than 256 in fp32."""
+    shared = device_of(call.q.device).shared
+    if shared >= LARGE:
+        return ()
+    return (f"fp32 with heads wider than 256 needs {LARGE // KIB} KiB of shared memory, and the card has {shared // KIB}",)
+
+
 def kernels_of(call: Call) -> tuple[str, ...]:
     """The kernels with a configuration that a call and its backward launch, in order."""
     forward = ("forward",) if call.tau is None else ("lse", "elastic")
+    if call.entmax is not None:
+        forward = ("entmax", "live")
     return (*forward, "dq", *key_kernels(call), *(() if call.bias is None else ("dbias",)), *pair_kernels(call))
 
 
@@ -107,6 +119,8 @@ def variant_of(call: Call) -> str:
     """What decides between tables: the term that costs most, then whether tiles are cut by a mask."""
     if call.tau is not None:
         return "lazy"
+    if call.entmax is not None:
+        return "entmax"
     if call.pair_bias is not None:
         return "pair"
     if call.bias is not None:
@@ -134,7 +148,8 @@ class Shipped:
 @cache
 def tables() -> tuple[Shipped, ...]:
     found = []
-    for folder in sorted((files("backlight") / "data" / "tuning").iterdir(), key=lambda folder: folder.name):
+    package = __name__.partition(".")[0]
+    for folder in sorted((files(package) / "data" / "tuning").iterdir(), key=lambda folder: folder.name):
         path = folder / "triton.json"
         if path.is_file():
             record = json.loads(path.read_text())
@@ -167,12 +182,15 @@ def shipped(kernel: str, call: Call, device: Device) -> KernelConfig | None:
 
 def entry(table: Mapping[str, KernelConfig], kernel: str, call: Call) -> KernelConfig | None:
     """The variant's own entry, else that of plain attention with or without a mask; lse is a forward that keeps no o. A pair
-    bias has none but its own."""
+    bias and entmax have none but their own."""
     width, plain = max(64, width_of(call)), plain_of(call)
     if call.pair_bias is not None:
         # its tiles take room beside the others, and where products are short they decide
         return table.get(f"{kernel}/{max(32, width_of(call))}/pair")
     own = table.get(f"{kernel}/{width}/{variant_of(call)}")
+    if call.entmax is not None:
+        # slopes beside weights take registers that tiles of a softmax do not have
+        return own
     return own or table.get(f"{'forward' if kernel == 'lse' else kernel}/{width}/{plain}")
 
 
@@ -183,6 +201,8 @@ def heuristic(kernel: str, call: Call, device: Device) -> KernelConfig:
         return _second(kernel, width, call, device.shared)
     if call.q.dtype == torch.float32:
         return _unrolled(kernel, width, device.arch)
+    if width > 256:
+        return _widest(kernel, device.shared)
     if call.pair_bias is not None and device.shared >= LARGE and kernel != "dbias":
         return _paired(kernel, width, call.q.shape[2] <= 64)
     return _wide(kernel, device.shared) if width > 128 else _usual(kernel, width, call, device.shared)
@@ -190,6 +210,8 @@ def heuristic(kernel: str, call: Call, device: Device) -> KernelConfig:
 
 def _unrolled(kernel: str, width: int, arch: str) -> KernelConfig:
     """fp32."""
+    if width > 256:
+        return KernelConfig(16, 16, 8, 1)
     if width <= 64:
         return KernelConfig(32, 32, 4, 2)
     if width <= 128:
@@ -228,9 +250,20 @@ def _wide(kernel: str, shared: int) -> KernelConfig:
     """16 bits, heads wider than 128."""
     if kernel in ("forward", "lse"):
         return KernelConfig(64, 64, 4, 2) if shared >= LARGE else KernelConfig(64, 32, 8 if shared >= MIDDLE else 4, 2)
-    if kernel == "elastic":
+    if kernel in ("elastic", "entmax", "live"):
         return KernelConfig(64, 64 if shared >= LARGE else 32, 8, 2, tma=True)
     return KernelConfig(32, 32 if shared < MIDDLE and kernel in ("dq", "dbias") else 64, 8, 1)
+
+
+def _widest(kernel: str, shared: int) -> KernelConfig:
+    """16 bits, heads wider than 256: a tile of 64 x 512 takes 64 KiB, its accumulator 128 registers of each of 256 threads."""
+    if shared < LARGE:
+        return KernelConfig(16, 16, 4, 1)
+    if kernel == "forward":
+        return KernelConfig(64, 32, 8, 2 if shared >= LARGEST else 1)
+    if kernel in ("dbias", "dpair") or shared < LARGEST:
+        return KernelConfig(32, 32, 8, 1)
+    return KernelConfig(64, 32, 8, 1) if kernel == "dq" else KernelConfig(32, 64, 8, 1)
 
 
 def _usual(kernel: str, width: int, call: Call, shared: int) -> KernelConfig:
@@ -238,10 +271,10 @@ def _usual(kernel: str, width: int, call: Call, shared: int) -> KernelConfig:
     warps."""
     if kernel in ("forward", "lse"):
         return KernelConfig(128, 64, 8, 3 if width <= 64 or shared >= LARGE else 2)
-    if kernel == "elastic":
+    if kernel in ("elastic", "entmax", "live"):
         return KernelConfig(64, 64, 4, 2, tma=True)
     heads = call.q.shape[-1], call.v.shape[-1]
-    heavy = call.tau is not None or call.spec.softcap is not None or any(padded(d) != d for d in heads)
+    heavy = call.spec.keeps_u or call.spec.softcap is not None or any(padded(d) != d for d in heads)
     if heavy and kernel == "dkdv" and (width <= 64 or shared < MIDDLE):
         return KernelConfig(32, 64, 4, 2) if shared >= MIDDLE else KernelConfig(32, 64, 8, 1)
     if shared >= MIDDLE:
@@ -251,6 +284,9 @@ def _usual(kernel: str, width: int, call: Call, shared: int) -> KernelConfig:
 
 def _second_plain(kernel: str, narrow: bool, causal: bool) -> KernelConfig:
     """Measured on an H200."""
+    if kernel == "second_dq_of_both":
+        # the gradients at o and at its tangent side by side: wide tiles of both exceed shared memory
+        return KernelConfig(64, 64 if narrow else 32, 4, 2, tma=True)
     if kernel == "second_dq":
         return KernelConfig(64, 64, 4, 2, tma=True) if narrow else KernelConfig(128, 64, 8, 2, tma=True)
     if narrow:
@@ -273,6 +309,6 @@ def _second(kernel: str, width: int, call: Call, shared: int) -> KernelConfig:
     if call.spec.softcap is None and call.bias is None:
         return _second_plain(kernel, narrow, plain_of(call) == "causal")
     step = 64 if narrow and call.spec.softcap is None else 32
-    if kernel == "second_dq":
+    if kernel.startswith("second_dq"):
         return KernelConfig(128, step, 8, 2, tma=True)
     return KernelConfig(step, 128, 8, 2, tma=True, direct=True)

@@ -19,6 +19,7 @@ from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import load_vector, row_state, stream_tile
 from backlight.backends.triton.pair import pair_place, pair_tile
+from backlight.backends.triton.powers import above, alpha_of, raised
 from backlight.backends.triton.primitives import (
     LOG2E,
     logits_of,
@@ -109,6 +110,7 @@ def _dbias_kernel(
     key_lanes = tl.arange(0, BN)
     bias, cut = reaching_bias(table_ptr, h, column, geometry, V, BM, BN)
     total = tl.zeros([BM, BN], tl.float32)
+    alpha = alpha_of(h, geometry, V)
     packing = own_counts(packing, b, h, sq, geometry, V)
     segments = 1
     if V.VARLEN:
@@ -138,7 +140,11 @@ def _dbias_kernel(
                 if V.PAIR > 0:
                     here = pair_place(b, h, i0, j0, segment, V)
                     s += pair_tile(pair, pair.ptr, here, segment.sq, V, False, BM, BN, False, True) * LOG2E
-                p = of_keys(tl.exp2(s), (i0 + row_lanes)[:, None], keys, j0, intervals, segment, V, BN)
+                if V.ENTMAX != 0:
+                    p = raised(above(s, alpha), 1 / (alpha - 1), V, 1)
+                else:
+                    p = tl.exp2(s)
+                p = of_keys(p, (i0 + row_lanes)[:, None], keys, j0, intervals, segment, V, BN)
                 share = minus_lse2
                 if V.TAU:
                     share = load_vector(share_ptr + row_offset, i0, segment.sq, 0.0, BM, V.VARLEN)[:, None]
@@ -177,7 +183,7 @@ def dbias_of(launch: Launch, rows: RowState) -> Tensor:
         rows.pitch16,
         launch.pair_of(launch.call.pair_bias),
         # offsets lie across key tiles: intervals are compared in all tiles, and no list is followed
-        launch.mask(config, of_rows=True),
+        launch.given_mask(config, of_rows=True),
         *launch.shared(launch.call.cu_seqlens_q, config.block_m),
         V=launch.variant,
         TMA=tma and tma_keys,

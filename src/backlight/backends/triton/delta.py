@@ -10,7 +10,9 @@ from torch import Tensor
 
 from backlight.backends.triton.config import padded
 from backlight.backends.triton.launch import Launch, compact, rows_of
+from backlight.backends.triton.live import sweep
 from backlight.backends.triton.loads import at, load_tile, row_state, store_tile
+from backlight.backends.triton.powers import alpha_of, raised, sink_above
 from backlight.backends.triton.primitives import LOG2E, own_counts, own_rows, visible_count
 from backlight.call import Call
 
@@ -36,7 +38,10 @@ class RowState(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What the pre-pass reads: rows of y, its low half, dy, u, gate, and the rest by pointers; low and dlse may be None."""
+    """What the pre-pass reads: rows of y, its low half, dy, u, gate, and the rest by pointers; low and dlse may be None.
+
+    slopes: W of entmax, where there is a dlse.
+    """
 
     y: Any
     low: Any
@@ -47,6 +52,7 @@ class Given(NamedTuple):
     dlse_ptr: Any
     tau_ptr: Any
     sink_ptr: Any
+    slopes_ptr: Any
 
 
 class Made(NamedTuple):
@@ -83,6 +89,10 @@ def _delta_kernel(given, made, pitch16, packing, geometry, sq, sk, n_segments, V
         store_tile(at(made.do, b, h, row), made.do.row, n_rows, do, BM, V.DV, V.BDV)
     from_first = tl.cast(b * geometry.heads + h, tl.int64) * sq + row
     offset = row_state(b, h, row, pitch16, geometry)
+    if V.ENTMAX != 0:
+        u = load_tile(at(given.u, b, h, row), given.u.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
+        delta = tl.sum(do * u, 1)
+        alpha = alpha_of(h, geometry, V)
     if V.TAU:
         u = load_tile(at(given.u, b, h, row), given.u.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
         packing = own_counts(packing, b, h, sq, geometry, V)
@@ -98,11 +108,16 @@ def _delta_kernel(given, made, pitch16, packing, geometry, sq, sk, n_segments, V
     sees_nothing = lse == float("-inf")
     if given.dlse_ptr is not None:
         dlse = tl.load(given.dlse_ptr + from_first + lanes, mask=exists, other=0.0).to(tl.float32)
+        if V.ENTMAX != 0:
+            dlse = dlse / tl.load(given.slopes_ptr + from_first + lanes, mask=exists, other=1.0)
         delta -= tl.where(sees_nothing, 0.0, dlse)
     if V.SINK:
         sink = tl.load(given.sink_ptr + h).to(tl.float32)
         # an infinite sink is all there is, or nothing
-        p_sink = tl.where(lse == sink, 1.0, tl.exp2((sink - lse) * LOG2E))
+        if V.ENTMAX != 0:
+            p_sink = raised(sink_above(sink, lse, alpha), 1 / (alpha - 1), V, 1)
+        else:
+            p_sink = tl.where(lse == sink, 1.0, tl.exp2((sink - lse) * LOG2E))
         p_sink = tl.where(sees_nothing | ~exists, 0.0, p_sink)
         dsink = tl.sum(p_sink * -delta, 0)
         tl.store(made.dsink_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), dsink)
@@ -113,8 +128,9 @@ def _delta_kernel(given, made, pitch16, packing, geometry, sq, sk, n_segments, V
 
 def block_of(call: Call) -> int:
     """Rows of one program. Four tensors of wide rows at a time would not fit into its registers."""
-    crowded = padded(call.v.shape[-1]) > 128 and (call.gate is not None or call.tau is not None)
-    return BLOCK // 2 if crowded else BLOCK
+    width = padded(call.v.shape[-1])
+    crowded = width > 128 and (call.gate is not None or call.keeps)
+    return BLOCK if not crowded else BLOCK // 2 if width <= 256 else BLOCK // 4
 
 
 def prepare_rows(
@@ -122,6 +138,7 @@ def prepare_rows(
 ) -> RowState:
     """Fills dgate, dtau and dsink of `out` where the spec has them."""
     call = launch.call
+    slopes = None if call.entmax is None or dlse is None else sweep(launch, lse, None, None, wants_slopes=True)[0]
     y, dy = launch.readable(y), launch.readable(dy)
     low = rows_of(launch.readable(u)) if call.exact_delta and u is not None else None
     u = y if u is None else launch.readable(u)
@@ -144,7 +161,7 @@ def prepare_rows(
         launch.start(
             _delta_kernel,
             grid,
-            Given(rows_of(y), low, *(rows_of(x) for x in (dy, u, launch.gate)), lse, dlse, launch.tau, launch.sink),
+            Given(rows_of(y), low, *(rows_of(x) for x in (dy, u, launch.gate)), lse, dlse, launch.tau, launch.sink, slopes),
             Made(*map(rows_of, (do, dgate)), rows.minus_lse2, rows.delta, rows.share, dtau, dsink),
             rows.pitch16,
             *launch.shared(call.cu_seqlens_q, block),

@@ -15,6 +15,7 @@ from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import at, load_tile, row_state, row_tile, store_tile, stream_tile
 from backlight.backends.triton.pair import pair_place, pair_tile
+from backlight.backends.triton.powers import alpha_of
 from backlight.backends.triton.primitives import (
     LOG2E,
     Sight,
@@ -63,6 +64,7 @@ def _dkdv_kernel(
         h = g * geometry.group + member
         offset = row_state(b, h, segment.q_start, pitch16, geometry)
         own_table_ptr = head_table(table_ptr, h, geometry, False)
+        alpha = alpha_of(h, geometry, V)
         own_packing = own_counts(packing, b, h, whole_sq, geometry, V)
         visits = visits_of(span, mask, b, h, tl.program_id(0), tl.num_programs(0) + 1, row_tiles, geometry, V, BM)
         intervals = intervals_of(mask, b, h, segment, whole_sq, sk, n_segments, geometry, V, BN)
@@ -79,7 +81,7 @@ def _dkdv_kernel(
                 t = tl.dot(k, tl.trans(q), input_precision=V.PRECISION)
                 if WANT_DK:
                     delta = row_tile(delta_ptr + offset, i0, sq, 0.0, V, DIRECT, BN, BM)
-                share = minus_lse2
+                share = alpha
                 if V.TAU:
                     share = row_tile(share_ptr + offset, i0, sq, 0.0, V, DIRECT, BN, BM)
                 s, slope = logits_of(t, geometry.unit, minus_lse2, geometry, V, SLOPE)

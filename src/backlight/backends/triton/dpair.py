@@ -15,6 +15,7 @@ from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import key_tile, load_vector, row_state, stream_tile
 from backlight.backends.triton.pair import Pair, pair_start, pair_tile, store_pair
+from backlight.backends.triton.powers import alpha_of
 from backlight.backends.triton.primitives import (
     LOG2E,
     Block,
@@ -75,7 +76,7 @@ def member_ds(
     intervals = intervals_of(frame.mask, block.b, block.h, segment, sq, sk, n_segments, geometry, V, BN)
     sight = Sight(intervals, segment, frame.packing)
     keys = (j0 + tl.arange(0, BN))[None, :]
-    p, _ = tile_weights(s, 0.0, 0.0, block.position, keys, at_edge, sight, geometry, V, BN)
+    p, _ = tile_weights(s, alpha_of(block.h, geometry, V), 0.0, block.position, keys, at_edge, sight, geometry, V, BN)
     ds, _ = tile_gradient(p, p, dp, delta, t, V)
     return ds
 
@@ -241,7 +242,7 @@ def empty_tiles(launch: Launch) -> Tensor:
     """For the dq kernel to fill: zeros where there are tiles that it does not visit."""
     call = launch.call
     assert call.pair_bias is not None
-    if call.spec.masked or call.spec.rows or call.varlen or not call.q.numel():
+    if call.spec.masked or call.spec.rows or call.spec.entmax or call.varlen or not call.q.numel():
         return torch.zeros(call.pair_bias.shape, dtype=call.pair_bias.dtype, device=call.q.device)
     return torch.empty_like(call.pair_bias)
 

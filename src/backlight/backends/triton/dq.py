@@ -10,6 +10,7 @@ from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch
 from backlight.backends.triton.loads import at, key_tile, load_vector, own_tile, row_state, store_tile
 from backlight.backends.triton.pair import block_place, pair_tile, store_pair
+from backlight.backends.triton.powers import alpha_of
 from backlight.backends.triton.primitives import (
     LOG2E,
     Sight,
@@ -40,7 +41,7 @@ def _dq_kernel(
     offset = row_state(block.b, block.h, block.row, pitch16, geometry)
     minus_lse2 = load_vector(minus_lse2_ptr + offset, 0, block.n_rows, float("-inf"), BM, True)[:, None]
     delta = load_vector(delta_ptr + offset, 0, block.n_rows, 0.0, BM, True)[:, None]
-    share = 0.0
+    share = alpha_of(block.h, geometry, V)
     if V.TAU:
         share = load_vector(share_ptr + offset, 0, block.n_rows, 0.0, BM, True)[:, None]
     BD: tl.constexpr = V.BD

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.elastic import elastic_of
+from backlight.backends.triton.entmax import entmax_of
 from backlight.backends.triton.launch import Launch, compact
 from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
 from backlight.backends.triton.pair import block_place, pair_tile
@@ -141,6 +142,10 @@ def forward(call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None, Te
     launch = Launch(call)
     y = launch.empty_rows(call.v.shape[-1], call.output_dtype)
     kept = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) if save_u and call.keeps else None
+    if call.entmax is not None:
+        lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
+        entmax_of(launch, y, lse, kept)
+        return y, lse, kept, None
     peaks = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device) if call.max_logit else None
     if call.part is not None and call.part.lse is not None:
         lse = compact(call.part.lse)

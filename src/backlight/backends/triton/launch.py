@@ -23,6 +23,8 @@ from backlight.call import Call, Part
 from backlight.spec import LOG2E
 
 SMALLEST_UNIT = 1e-6
+# alphas whose exponents 1 / (alpha - 1) are compiled in
+COMPILED = {2.0: 1, 1.5: 2, 1.25: 4}
 
 
 def compact(tensor: Tensor) -> Tensor:
@@ -53,6 +55,9 @@ class Launch(Preparing):
         # absent tensors still need a pointer; what is compiled in never reads it
         self.gate = self.q if call.gate is None else self.readable(call.gate)
         self.sink, self.tau = (self.q if x is None else compact(x) for x in (call.sink, call.tau))
+        self.alphas = None if call.entmax is None else compact(call.entmax)
+        # tiles in which entmax leaves anything, once they are known (`live.sweep`)
+        self.live: Any = None
         self._masks: dict[tuple[int, int, bool], Mask] = {}
 
     def start(self, kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
@@ -113,8 +118,21 @@ class Launch(Preparing):
         batch, head, row = (0 if tensor.shape[axis] == 1 else tensor.stride(axis) for axis in range(3))
         return Pair(tensor, batch, head, row, tensor.stride(3), self.call.sharing, tensor.shape[2], tensor.shape[3])
 
+    @property
+    def skips(self) -> bool:
+        """Whether tiles in which entmax leaves nothing are left out. Packed sequences and masks have lists of their own."""
+        return self.call.entmax is not None and self.call.rows is None and not self.call.varlen
+
     def mask(self, config: KernelConfig, of_rows: bool) -> Mask:
-        """The mask by row intervals, as a kernel reads it whose programs own row tiles or key tiles."""
+        """The mask by row intervals, as a kernel reads it whose programs own row tiles or key tiles; or lists of live tiles."""
+        if self.live is None:
+            return self.given_mask(config, of_rows)
+        kind = (config.block_m, config.block_n, of_rows)
+        if kind not in self._masks:
+            self._masks[kind] = self.live.lists(self, config, of_rows)
+        return self._masks[kind]
+
+    def given_mask(self, config: KernelConfig, of_rows: bool) -> Mask:
         if self.call.rows is None:
             return Mask(self.q, self.q, self.q, self.q, self.q, 0)
         kind = (config.block_m, config.block_n, of_rows)
@@ -193,7 +211,15 @@ class Launch(Preparing):
             unit=unit,
             mask_batch=mask_batch,
             mask_head=mask_head,
+            alphas=self.alphas,
         )
+
+    @property
+    def exponent(self) -> int:
+        """`Variant.ENTMAX`."""
+        if self.call.entmax is None:
+            return 0
+        return COMPILED.get(self.call.spec.alpha or 0.0, -1)
 
     @property
     def variant(self) -> Variant:
@@ -212,6 +238,8 @@ class Launch(Preparing):
             PAIR=0 if call.pair_bias is None else 1 if call.pair_bias.shape[2] == 1 else 2,
             SINK=spec.sink,
             TAU=spec.tau,
+            ENTMAX=self.exponent,
+            LIVE=self.live is not None,
             GATE=spec.gate,
             VARLEN=call.varlen,
             PART=self.elastic_part is not None,

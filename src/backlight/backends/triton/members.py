@@ -25,7 +25,7 @@ def on_hopper(device: torch.device) -> bool:
 def walks(launch: Launch, rows: RowState) -> bool:
     """Whether the kernel takes the call."""
     call = launch.call
-    if call.pair_bias is None or call.q.dtype == torch.float32 or not on_hopper(call.q.device):
+    if call.pair_bias is None or call.entmax is not None or call.q.dtype == torch.float32 or not on_hopper(call.q.device):
         return False
     return takes(call) and all(x.stride(-1) == 1 and describable(x) for x in (call.q, call.k, call.v, rows.do))
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from backlight.backends.intervals.kernels import segment_at
+from backlight.backends.triton.powers import above, raised
 from backlight.backends.triton.softcap import softcapped
 from backlight.backends.triton.visits import in_intervals, intervals_of, mask_number, tiles_of, visits_of
 
@@ -41,6 +42,8 @@ class Geometry(NamedTuple):
     unit: Any
     mask_batch: Any
     mask_head: Any
+    # of entmax, one for each head
+    alphas: Any = None
 
 
 class Span(NamedTuple):
@@ -140,6 +143,10 @@ class Variant(NamedTuple):
     PAIR: int
     SINK: bool
     TAU: bool
+    # 0 without entmax, its exponent where that is compiled in, else -1
+    ENTMAX: int
+    # main loops follow lists of the tiles in which entmax leaves anything
+    LIVE: bool
     GATE: bool
     VARLEN: bool
     # one part of an elastic row: lse and n of the whole row are given
@@ -293,10 +300,16 @@ def logits_of(t, gain, addend, geometry, V: tl.constexpr, SLOPE: tl.constexpr):
 def tile_weights(s, share, floor, position, key, at_edge, sight, geometry, V: tl.constexpr, BN: tl.constexpr):
     """(p, a) of eq. 8 to 11 of a tile in either orientation from s, the base-2 logits less lse2; share = tau / n.
 
-    With tau a row that sees one key has p = 1 exactly; such a row is always cut by an edge.
+    With tau a row that sees one key has p = 1 exactly; such a row is always cut by an edge. With entmax share is alpha, a the
+    weight and p its slope w, which ds has in the place of p (eq. 80, 87).
     """
-    p = tl.exp2(s)
-    a = p
+    if V.ENTMAX != 0:
+        u = above(s, share)
+        p = raised(u, 1 / (share - 1), V, 1)
+        a = p * u
+    else:
+        p = tl.exp2(s)
+        a = p
     if V.TAU:
         a = tl.maximum(p + share, floor)
     if at_edge:
@@ -304,7 +317,10 @@ def tile_weights(s, share, floor, position, key, at_edge, sight, geometry, V: tl
         if V.TAU and not V.SINK:
             p = tl.where(visible_count(position, sight.segment, sight.packing, geometry, V) == 1, 1.0, p)
         p = tl.where(seen, p, 0.0)
-        a = p
+        if V.ENTMAX != 0:
+            a = tl.where(seen, a, 0.0)
+        else:
+            a = p
         if V.TAU:
             a = tl.where(seen, tl.maximum(p + share, floor), 0.0)
     return p, a

@@ -80,7 +80,7 @@ def _second_dq_kernel(
 def second_dq_of(launch: Launch, given: Prepared) -> Tensor:
     call = launch.call
     dq = torch.empty_like(call.q)
-    config = launch.config("second_dq")
+    config = launch.config("second_dq_of_both" if given.moving.DO and given.moving.DTO else "second_dq")
     grid = launch.row_grid(config.block_m)
     if grid[0] and grid[1]:
         tma, descriptors = launch.descriptors(config, config.block_n, launch.k, launch.v, given.tk, given.tv)

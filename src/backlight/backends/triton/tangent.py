@@ -5,7 +5,7 @@ sum, e and nu [BM], and the tiles s and ts. A tangent that is not given leaves n
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -16,45 +16,32 @@ from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.config import LARGE, MIDDLE, KernelConfig, heuristic, width_of
 from backlight.backends.triton.device import device_of
 from backlight.backends.triton.forward import LARGEST
-from backlight.backends.triton.launch import Launch, compact, rows_of
+from backlight.backends.triton.launch import Launch, compact
 from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
 from backlight.backends.triton.pair import block_place, pair_tile
 from backlight.backends.triton.primitives import LN2, LOG2E, keys_of, logits_of, row_block, visible
-from backlight.backends.triton.table import table_of
 from backlight.backends.triton.tangent_known import _tangent_known_kernel
+from backlight.backends.triton.tangent_steps import moved_scores, start_tangent
 from backlight.backends.triton.visits import visited
 from backlight.call import Call
 from backlight.config import resolve
 
 
-class Given(NamedTuple):
-    """Which tangents there are."""
-
-    Q: bool
-    K: bool
-    V: bool
-    BIAS: bool
-    SINK: bool
-    GATE: bool
-    PAIR: bool
-    # some score has one
-    SCORES: bool
-
-
 @triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
 def _tangent_kernel(
-    q_rows, k_rows, v_rows, tq_rows, tk_rows, tv_rows, k_desc, v_desc, tk_desc, tv_desc, gate_rows, tgate_rows, y_rows, ty_rows,
-    lse_ptr, tlse_ptr, table_ptr, ttable_ptr, sink_ptr, tsink_ptr, scale, pair, tpair, mask, packing, geometry, sq, sk,
-    n_segments, V: tl.constexpr, T: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    tensors, values, k_desc, v_desc, tk_desc, tv_desc, pair, tpair, frame, sq, sk, n_segments,
+    V: tl.constexpr, T: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    block = row_block(packing, sq, sk, n_segments, geometry, V, BM)
-    table_ptr = head_table(table_ptr, block.h, geometry, True)
-    ttable_ptr = head_table(ttable_ptr, block.h, geometry, True)
+    geometry = frame.geometry
+    TMA: tl.constexpr = k_desc is not None
+    block = row_block(frame.packing, sq, sk, n_segments, geometry, V, BM)
+    table_ptr = head_table(values.table_ptr, block.h, geometry, True)
+    ttable_ptr = head_table(values.ttable_ptr, block.h, geometry, True)
     key_lanes = tl.arange(0, BN)[None, :]
-    q = own_tile(q_rows, block, BM, V.D, V.BD)
+    q = own_tile(tensors.q, block, BM, V.D, V.BD)
     tq = q
     if T.Q:
-        tq = own_tile(tq_rows, block, BM, V.D, V.BD)
+        tq = own_tile(tensors.tq, block, BM, V.D, V.BD)
 
     # maxima are kept in units of x, the base-2 logit before its positive factor
     unit = geometry.unit
@@ -62,11 +49,11 @@ def _tangent_kernel(
     row_sum = tl.zeros([BM], tl.float32)
     e = tl.zeros([BM], tl.float32)
     if V.SINK:
-        sink = tl.load(sink_ptr + block.h).to(tl.float32)
+        sink = tl.load(values.sink_ptr + block.h).to(tl.float32)
         row_max = tl.zeros([BM], tl.float32) + tl.minimum(sink * LOG2E / unit, LARGEST)
         row_sum = tl.full([BM], 1.0, tl.float32)
         if T.SINK:
-            e += tl.load(tsink_ptr + block.h).to(tl.float32)
+            e += tl.load(values.tsink_ptr + block.h).to(tl.float32)
     # the sum of g as it is multiplied with v: what v has in common cancels exactly then
     e_cast = e
     nu = tl.zeros([BM], tl.float32)
@@ -74,21 +61,19 @@ def _tangent_kernel(
     BDV: tl.constexpr = V.BDV
     o = tl.zeros([BM, BDV], tl.float32)
     w = tl.zeros([BM, BDV], tl.float32)
-    span, visits, intervals = keys_of(block, mask, sq, sk, n_segments, geometry, V, BN)
+    span, visits, intervals = keys_of(block, frame.mask, sq, sk, n_segments, geometry, V, BN)
     # a row meets its first key in the first tile, or after a tile that an edge cuts; a pair bias may hide any
     cut_before = 1
     if visits.start < visits.stop:
         for step in range(visits.start, visits.stop, BN):
             j0, at_edge = visited(step, visits, V, BN)
-            k = key_tile(k_rows, k_desc, block, j0, BN, V.D, V.BD, TMA)
-            v = key_tile(v_rows, v_desc, block, j0, BN, V.DV, V.BDV, TMA)
+            k = key_tile(tensors.k, k_desc, block, j0, BN, V.D, V.BD, TMA)
+            v = key_tile(tensors.v, v_desc, block, j0, BN, V.DV, V.BDV, TMA)
             t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
-            ts = tl.zeros([BM, BN], tl.float32)
-            if T.Q:
-                ts = tl.dot(tq, tl.trans(k), ts, input_precision=V.PRECISION)
+            tk = k
             if T.K:
-                tk = key_tile(tk_rows, tk_desc, block, j0, BN, V.D, V.BD, TMA)
-                ts = tl.dot(q, tl.trans(tk), ts, input_precision=V.PRECISION)
+                tk = key_tile(tensors.tk, tk_desc, block, j0, BN, V.D, V.BD, TMA)
+            ts = moved_scores(q, tq, k, tk, values.scale, BM, BN, V, T)
             addend = 0.0
             if V.PAIR > 0:
                 place = block_place(block, j0, V)
@@ -96,7 +81,6 @@ def _tangent_kernel(
                 if V.SOFTCAP:
                     addend *= LOG2E / unit
             x, slope = logits_of(t, 1.0, addend, geometry, V, "apart" if T.SCORES else "none")
-            ts = ts * scale
             if V.SOFTCAP and T.SCORES:
                 ts = ts * slope
             entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
@@ -147,7 +131,7 @@ def _tangent_kernel(
             row_sum += total
             o = tl.dot(weights, v, o, input_precision=V.PRECISION)
             if T.V:
-                tv = key_tile(tv_rows, tv_desc, block, j0, BN, V.DV, V.BDV, TMA)
+                tv = key_tile(tensors.tv, tv_desc, block, j0, BN, V.DV, V.BDV, TMA)
                 w = tl.dot(weights, tv, w, input_precision=V.PRECISION)
     lse2 = row_max * unit + tl.log2(row_sum)
     if V.SINK:
@@ -156,19 +140,19 @@ def _tangent_kernel(
     tlse = tl.where(lse2 == float("-inf"), 0.0, nu + e * inverse)
     offset = tl.cast(block.b * geometry.heads + block.h, tl.int64) * sq + block.row
     rows = tl.arange(0, BM)
-    tl.store(lse_ptr + offset + rows, lse2 * LN2, mask=rows < block.n_rows)
-    tl.store(tlse_ptr + offset + rows, tlse, mask=rows < block.n_rows)
+    tl.store(values.lse_ptr + offset + rows, lse2 * LN2, mask=rows < block.n_rows)
+    tl.store(values.tlse_ptr + offset + rows, tlse, mask=rows < block.n_rows)
     y = o * inverse[:, None]
     ty = w * inverse[:, None]
     if V.GATE:
-        weight = tl.sigmoid(own_tile(gate_rows, block, BM, V.DV, V.BDV).to(tl.float32))
+        weight = tl.sigmoid(own_tile(tensors.gate, block, BM, V.DV, V.BDV).to(tl.float32))
         y = y * weight
         ty = ty * weight
         if T.GATE:
-            ty += y * (1.0 - weight) * own_tile(tgate_rows, block, BM, V.DV, V.BDV).to(tl.float32)
+            ty += y * (1.0 - weight) * own_tile(tensors.tgate, block, BM, V.DV, V.BDV).to(tl.float32)
     ty -= (e_cast * inverse)[:, None] * y
-    store_tile(at(y_rows, block.b, block.h, block.row), y_rows.row, block.n_rows, y, BM, V.DV, V.BDV)
-    store_tile(at(ty_rows, block.b, block.h, block.row), ty_rows.row, block.n_rows, ty, BM, V.DV, V.BDV)
+    store_tile(at(tensors.y, block.b, block.h, block.row), tensors.y.row, block.n_rows, y, BM, V.DV, V.BDV)
+    store_tile(at(tensors.ty, block.b, block.h, block.row), tensors.ty.row, block.n_rows, ty, BM, V.DV, V.BDV)
 
 
 def config_of(call: Call, known: bool = False) -> KernelConfig:
@@ -201,49 +185,11 @@ def tangent(call: Call, tangents: dict[str, Tensor], known: tuple[Any, ...] | No
     # a pair bias may hide any key, and parts have another lse than their rows: both compute again what they know
     reads = known is not None and call.pair_bias is None and call.part is None
     y, lse = known[:2] if known is not None and reads else (torch.empty_like(ty), torch.empty_like(tlse))
-    config = config_of(call, reads)
-    grid = launch.row_grid(config.block_m)
-    if grid[0] and grid[1]:
-        kernel = _tangent_known_kernel if reads else _tangent_kernel
-        _start(kernel, launch, tangents, config, grid, (launch.readable(y), ty), (compact(lse), tlse))
+    kernel = _tangent_known_kernel if reads else _tangent_kernel
+    pairs = () if reads else tuple(launch.pair_of(x) for x in (call.pair_bias, tangents.get("pair_bias")))
+    given = launch.readable(y)
+    results = (given, given, ty, ty, compact(lse), tlse)
+    start_tangent(kernel, launch, config_of(call, reads), tangents, results, pairs, not reads)
     if known is not None:
         y, lse, _ = known
     return y, lse, None, ty, tlse, None
-
-
-def _start(
-    kernel: Any,
-    launch: Launch,
-    tangents: dict[str, Tensor],
-    config: KernelConfig,
-    grid: tuple[int, int],
-    outputs: tuple[Tensor, Tensor],
-    row_values: tuple[Tensor, Tensor],
-) -> None:
-    call = launch.call
-    # absent tensors still need a pointer; what is compiled in never reads it
-    tq, tk, tv = (
-        launch.readable(tangents[name]) if name in tangents else own
-        for name, own in (("q", launch.q), ("k", launch.k), ("v", launch.v))
-    )
-    tgate = launch.readable(tangents["gate"]) if "gate" in tangents else launch.gate
-    ttable = table_of(launch.start, tangents["bias"], 1.0) if "bias" in tangents else launch.table
-    tsink = compact(tangents["sink"]) if "sink" in tangents else launch.sink
-    paired = (call.pair_bias, tangents.get("pair_bias")) if kernel is _tangent_kernel else ()
-    moves = not {"q", "k", "bias", "pair_bias"}.isdisjoint(tangents)
-    given = Given(*(name in tangents for name in ("q", "k", "v", "bias", "sink", "gate", "pair_bias")), SCORES=moves)
-    tma, descriptors = launch.descriptors(config, config.block_n, launch.k, launch.v, tk, tv)
-    launch.start(
-        kernel,
-        grid,
-        *(rows_of(x) for x in (launch.q, launch.k, launch.v, tq, tk, tv)),
-        *descriptors,
-        *(rows_of(x) for x in (launch.gate, tgate, *outputs)),
-        *(*row_values, launch.table, ttable, launch.sink, tsink, float(call.scale), *(launch.pair_of(x) for x in paired)),
-        launch.mask(config, of_rows=True),
-        *launch.shared(call.cu_seqlens_q, config.block_m),
-        V=launch.variant,
-        T=given,
-        TMA=tma,
-        **config.launch,
-    )

@@ -92,6 +92,9 @@ def visits_of(span, mask, b, h, tile, owned, others, geometry, V: tl.constexpr, 
         cut = tl.load(mask.counts + owner * 2)
         steps = cut + tl.load(mask.counts + owner * 2 + 1)
         visits = Visits(0, steps * B, mask.live + owner * most, cut, most)
+    if V.LIVE:
+        owner = tl.cast(b * geometry.heads + h, tl.int64) * owned + tile
+        visits = Visits(0, tl.load(mask.counts + owner) * B, mask.live + owner * tl.maximum(others, 1), 0, 0)
     return visits
 
 
@@ -105,4 +108,6 @@ def visited(at, visits, V: tl.constexpr, B: tl.constexpr):
         is_cut = step < visits.cut
         entry = tl.load(visits.live + tl.where(is_cut, step, visits.most - 1 - step + visits.cut))
         begin = entry // KINDS * B
+    if V.LIVE:
+        begin = tl.load(visits.live + at // B) * B
     return begin, is_cut

@@ -19,6 +19,8 @@ class Adasplash:
     def refuse(self, workload: Workload, device: torch.device) -> str | None:
         if importlib.util.find_spec("adasplash") is None:
             return "adasplash is not installed"
+        if workload.case.entmax is not None:
+            return "adasplash has no gradient by alpha, which the gate of entmax asks for"
         return "adasplash computes entmax, a different function, so it cannot pass the gate of softmax attention"
 
     def build(self, tensors: Tensors) -> Contender:

@@ -58,9 +58,9 @@ class Asked:
     dv: Annotated[str | None, INPUTS(metavar="N", help="Value head size, if different.")] = None
     lengths: Annotated[str | None, INPUTS(metavar="S1,S2,...", help="Packed sequences of these lengths.")] = None
     dtype: Annotated[str, INPUTS(help=", ".join(DTYPES) + ".")] = "bf16"
-    recipe: Annotated[str, INPUTS(help="gaussian, peaky (saturated), dominant (one key), low_lse, jumps, outliers.")] = (
-        "gaussian"
-    )
+    recipe: Annotated[
+        str, INPUTS(help="gaussian, peaky (saturated), dominant (a key), low_lse, high_lse, jumps, outliers.")
+    ] = "gaussian"
     seed: Annotated[str, INPUTS(metavar="N", help="Seed of the inputs.")] = "0"
     capture: Annotated[Path | None, INPUTS(help="Replay tensors saved as .pt or .safetensors.")] = None
     device: Annotated[str, INPUTS(help="Where the kernel runs.")] = "cpu"

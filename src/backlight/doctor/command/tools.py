@@ -124,9 +124,10 @@ def list_defects(arguments: Mapping[str, Any]) -> Found:
     from backlight.doctor.defects.catalogue import families
     from backlight.doctor.defects.games import GAMES
     from backlight.doctor.defects.probed import PROBED
+    from backlight.doctor.defects.read import READ
 
     wanted, known = arguments.get("family"), families() | {"gaming": list(GAMES.values())}
-    for defect in PROBED.values():
+    for defect in (*PROBED.values(), *READ.values()):
         known.setdefault(defect.family, []).append(defect)
     if wanted is not None and wanted not in known:
         raise ValueError(f"no family is called {wanted!r}; there are {', '.join(known)}")

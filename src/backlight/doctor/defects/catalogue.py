@@ -17,12 +17,15 @@ from backlight.doctor.defects import (
     calls,
     heads,
     intervals,
+    layouts,
     loops,
     masks,
+    maxima,
     packed,
     pairs,
     rows,
     scale,
+    softcaps,
     tails,
     tangents,
     terms,
@@ -31,6 +34,7 @@ from backlight.doctor.defects import (
 from backlight.doctor.defects.defect import Defect
 from backlight.doctor.defects.games import GAMES
 from backlight.doctor.defects.probed import PROBED
+from backlight.doctor.defects.read import READ
 from backlight.spec import AttentionSpec
 
 # earlier groups win ties: the plainest explanation first
@@ -46,6 +50,9 @@ DEFECTS: tuple[Defect, ...] = (
     *heads.DEFECTS,
     *rows.DEFECTS,
     *borrowed.DEFECTS,
+    *maxima.DEFECTS,
+    *softcaps.DEFECTS,
+    *layouts.DEFECTS,
     *terms.DEFECTS,
     *pairs.DEFECTS,
     *tangents.DEFECTS,
@@ -77,8 +84,8 @@ def get(name: str) -> Defect:
 
 
 def about(name: str) -> Defect:
-    """What a finding's id means: an entry of the catalogue, a name of level `adversarial` or of a probe, or `open`."""
-    return {OPEN.id: OPEN, **GAMES, **PROBED}.get(name) or get(name)
+    """What a finding's id means: an entry of the catalogue, a name of `adversarial`, of a probe or of a reading, or `open`."""
+    return {OPEN.id: OPEN, **GAMES, **PROBED, **READ}.get(name) or get(name)
 
 
 def names() -> tuple[str, ...]:

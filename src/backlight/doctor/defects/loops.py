@@ -109,7 +109,7 @@ def lost(call: Call, parts: Callable[[int, int, Call], Iterator[tuple[Cells, str
     return different(call, (each for shape in shapes(call) for each in parts(*shape, call)))
 
 
-def _without(cells: Cells) -> Callable[..., Tensor]:
+def without(cells: Cells) -> Callable[..., Tensor]:
     def s(capped, bias, column, pair_bias, visible):
         rows, keys = visible.shape
         hidden = cells(rows, keys, visible.device)
@@ -123,34 +123,34 @@ def _cut(x: Tensor, cells: Cells) -> Tensor:
     return x.masked_fill(cells(rows, keys, x.device), 0)
 
 
-def _dq_without(cells: Cells) -> Callable[..., Tensor]:
+def dq_without(cells: Cells) -> Callable[..., Tensor]:
     return lambda dx, k, scale: STAGES["dq"].compute(_cut(dx, cells), k, scale)
 
 
-def _dk_without(cells: Cells) -> Callable[..., Tensor]:
+def dk_without(cells: Cells) -> Callable[..., Tensor]:
     return lambda dx, q, scale: STAGES["dk"].compute(_cut(dx, cells), q, scale)
 
 
-def _dv_without(cells: Cells) -> Callable[..., Tensor]:
+def dv_without(cells: Cells) -> Callable[..., Tensor]:
     return lambda a, do: STAGES["dv"].compute(_cut(a, cells), do)
 
 
 def forward_bounds(call: Call) -> list[Mutant]:
     found = []
     for cells, words in lost(call, by_row_tiles):
-        s = _without(cells)
+        s = without(cells)
         found.append(Mutant(forward={"s": s}, detail=words))
         found.append(replace(in_both_halves(s=s), detail=f"{words}, in the backward too"))
     return found
 
 
 def dq_bounds(call: Call) -> list[Mutant]:
-    return [Mutant(backward={"dq": _dq_without(cells)}, detail=words) for cells, words in lost(call, by_row_tiles)]
+    return [Mutant(backward={"dq": dq_without(cells)}, detail=words) for cells, words in lost(call, by_row_tiles)]
 
 
 def key_bounds(call: Call) -> list[Mutant]:
     return [
-        Mutant(backward={"dk": _dk_without(cells), "dv": _dv_without(cells)}, detail=words)
+        Mutant(backward={"dk": dk_without(cells), "dv": dv_without(cells)}, detail=words)
         for cells, words in lost(call, by_key_tiles)
     ]
 
@@ -165,11 +165,11 @@ def _revealed(rows: int, keys: int) -> Cells:
     return cells
 
 
-def _with(cells: Cells) -> Callable[..., Tensor]:
+def shown(cells: Cells) -> Callable[..., Tensor]:
     def s(capped, bias, column, pair_bias, visible):
         rows, keys = visible.shape
-        shown = cells(rows, keys, visible.device)
-        return STAGES["s"].compute(capped, bias, column, pair_bias, visible | shown)
+        more = cells(rows, keys, visible.device)
+        return STAGES["s"].compute(capped, bias, column, pair_bias, visible | more)
 
     return s
 
@@ -178,7 +178,7 @@ def unmasked(direction: str) -> Callable[[Call], list[Mutant]]:
     def variants(call: Call) -> list[Mutant]:
         found = []
         for rows, keys in shapes(call):
-            stages, size = showing(_with(_revealed(rows, keys))), f"tiles of {rows} x {keys}"
+            stages, size = showing(shown(_revealed(rows, keys))), f"tiles of {rows} x {keys}"
             if direction == "backward":
                 found.append(Mutant(backward=stages, detail=size))
             else:
@@ -201,7 +201,7 @@ def local_chunks(call: Call) -> list[Mutant]:
 
     sizes = {-(-call.q.shape[2] // world): world for world in (8, 4, 2)}
     return [
-        Mutant(backward={"s": _without(elsewhere(size))}, detail=f"{world} chunks of {size}") for size, world in sizes.items()
+        Mutant(backward={"s": without(elsewhere(size))}, detail=f"{world} chunks of {size}") for size, world in sizes.items()
     ]
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from backlight.call import Call
 from backlight.problems.axes import cut_call
 from backlight.reference import STAGES, Oracle, Stage, Trace
+from backlight.reference.entmax import slopes
 from backlight.reference.oracle import KEY_VECTORS
 from backlight.reference.tangent import FORWARD_MODE, moved, tangent
 from backlight.spec import GRADIENTS, LEARNED, TENSORS, AttentionSpec, Segment
@@ -28,13 +29,31 @@ Outputs = dict[str, Tensor]
 Tangents = dict[str, Tensor]
 SAVED_ROWS = ("lse", "y", "o", "u")
 RECOMPUTED = ("x", "capped", "s", "p", "p_sink", "m", "a")
-GRADIENT_STAGES = ("do", "dgate", "dp", "dv", "delta", "ds", "dbias", "dsink", "dtau", "dpair_bias", "dx", "dq", "dk")
+GRADIENT_STAGES = (
+    "do",
+    "dgate",
+    "dp",
+    "dv",
+    "delta",
+    "ds",
+    "dbias",
+    "dsink",
+    "dtau",
+    "dpair_bias",
+    "dentmax",
+    "dx",
+    "dq",
+    "dk",
+)
 # matmul operands that a kernel rounds to its storage dtype
 OPERANDS = ("a", "ta", "dx", "y", "ty", "do", *(f"d{each.name}" for each in TENSORS if each.like_q))
 
 
-def flash_delta(dy, y, do, u, tau, dlse):
-    """delta from saved tensors (eq. 27, 28), less dlse."""
+def flash_delta(dy, y, do, u, tau, dlse, p=None, p_sink=None, entmax=None):
+    """delta from saved tensors (eq. 27, 28, 87), less dlse."""
+    if entmax is not None:
+        delta = (do * u).sum(dim=-1)
+        return delta if dlse is None else delta - dlse / slopes(p, p_sink, entmax)[1]
     delta = (dy * y).sum(dim=-1)
     if tau is not None:
         delta = delta - tau * (do * u).sum(dim=-1)

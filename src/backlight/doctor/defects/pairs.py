@@ -11,6 +11,7 @@ from torch import Tensor
 from backlight.call import Call
 from backlight.doctor.defects.defect import Defect, both, capped, has, masked, square
 from backlight.doctor.defects.mutants import Mutant, Outputs, after, in_both_halves, with_call
+from backlight.doctor.defects.terms import rows_of_tiles
 from backlight.reference import STAGES
 from backlight.spec import LN2
 
@@ -140,6 +141,15 @@ def _dpair_bias_unmasked(capped, bias, column, pair_bias, visible, lse, dp, delt
     return STAGES["dpair_bias"].compute(p * (dp - delta[:, None]), pair_bias)
 
 
+def _dpair_bias_of(rows: slice) -> Callable[..., Tensor]:
+    def dpair_bias(ds, pair_bias):
+        part = torch.zeros_like(ds)
+        part[rows] = ds[rows]
+        return STAGES["dpair_bias"].compute(part, pair_bias)
+
+    return dpair_bias
+
+
 def shared(call: Call) -> bool:
     """Whether something reads an entry of the bias that something else reads too."""
     return call.pair_bias is not None and not call.varlen and tuple(call.pair_bias.shape[:3]) != tuple(call.q.shape[:3])
@@ -221,6 +231,16 @@ DEFECTS = [
         "Give each its own bias and sum the gradients by hand.",
         needs=both(has("pair_bias"), shared),
         variants=_not_summed,
+    ),
+    _pair(
+        "pair-bias-rows",
+        "the gradient of the pair bias has the share of {detail} only",
+        "tiles of rows store their share over each other, or the last tiles are never added",
+        "dpair_bias",
+        "dpair_bias is 0, or too small, and everything else is right",
+        "Set dO to 0 in those rows: dpair_bias must turn healthy.",
+        variants=rows_of_tiles(_dpair_bias_of, "dpair_bias"),
+        demo=DEMO | {"shape": (1, 2, 72, 32)},
     ),
     _pair(
         "pair-bias-gradient-unmasked",

@@ -26,6 +26,7 @@ Severity = Literal["defect", "precision", "note", "test-fault"]
 Confidence = Literal["high", "medium", "low"]
 Verdict = Literal["healthy", "defect", "precision", "could-not-run"]
 PictureKind = Literal["head_tile", "support", "ulp", "repeats"]
+ReadingKind = Literal["lost", "leaked", "row factor", "delta", "channels", "keys", "values", "scores"]
 
 EXIT_CODES: dict[str, int] = {"healthy": 0, "defect": 1, "precision": 2, "could-not-run": 3}
 
@@ -102,6 +103,29 @@ class Probe:
 
 
 @dataclass
+class Reading:
+    """What a matrix that was read off the kernel shows, as a sentence and as numbers.
+
+    stage: "p", "p (bwd)", "ds", "ds (dq)". kind: "lost" or "leaked" cells, "row factor" (lse), "delta", "channels" of dp,
+    "keys" or "values" (k or v read elsewhere), "scores" (another function of them). cause: what does such a thing, or "".
+    tile: [rows, keys] of one tile, or empty; period: every how many tiles of rows.
+    """
+
+    stage: str
+    kind: ReadingKind
+    text: str
+    cause: str = ""
+    cells: int = 0
+    tile: list[int] = field(default_factory=list)
+    period: int | None = None
+    where: Where | None = None
+
+    @property
+    def sentence(self) -> str:
+        return self.text + (f": {self.cause}" if self.cause else "")
+
+
+@dataclass
 class Picture:
     """Numbers to draw; `data` holds plain lists, ints, floats and strings only, by kind:
 
@@ -140,6 +164,7 @@ class Report:
     repro: str | None = None
     seconds: float = 0.0
     schema: int = SCHEMA
+    readings: list[Reading] = field(default_factory=list)
 
     @property
     def exit_code(self) -> int:
@@ -174,6 +199,7 @@ class Report:
             "stages": [StageRow(**_build(StageRow, row)) for row in plain.get("stages", ())],
             "findings": [Finding(**_build(Finding, row)) for row in plain.get("findings", ())],
             "probes": [Probe(**_build(Probe, row)) for row in plain.get("probes", ())],
+            "readings": [Reading(**_build(Reading, row)) for row in plain.get("readings", ())],
             "pictures": [Picture(**_build(Picture, row)) for row in plain.get("pictures", ())],
         }
         return Report(**plain | nested)
@@ -240,7 +266,7 @@ def _is(kind: str, value: Any) -> bool:
         return value is None or _is(kind.removesuffix(" | None"), value)
     if kind.startswith("list["):
         inner = kind[5:-1]
-        return isinstance(value, list) and (inner not in ("str", "float") or all(_is(inner, item) for item in value))
+        return isinstance(value, list) and (inner not in ("str", "float", "int") or all(_is(inner, item) for item in value))
     if kind.startswith("dict["):
         return isinstance(value, Mapping)
     if kind in ("float", "int"):
@@ -257,6 +283,7 @@ CHOICES = {
         ("Confidence", Confidence),
         ("Verdict", Verdict),
         ("PictureKind", PictureKind),
+        ("ReadingKind", ReadingKind),
     )
 }
 WORDS = {name: f"one of {', '.join(known)}" for name, known in CHOICES.items()} | {

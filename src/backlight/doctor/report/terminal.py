@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from backlight.doctor.report import words
-from backlight.doctor.report.model import Finding, Probe, Report, StageRow
+from backlight.doctor.report.model import Finding, Probe, Reading, Report, StageRow
 
 WIDTH = 100
 MOST_FINDINGS = 5
@@ -60,6 +60,8 @@ def renderable(report: Report) -> RenderableType:
     hidden = len(report.findings) - MOST_FINDINGS
     if hidden > 0:
         parts += [Text(f"{hidden} weaker findings are in the JSON and HTML reports.", style="dim"), Text()]
+    if report.readings:
+        parts += [_readings(report.readings), Text()]
     if report.probes:
         parts += [_probes(report.probes), Text()]
     if report.expected_zeros:
@@ -141,6 +143,11 @@ def _finding(rank: int, finding: Finding) -> RenderableType:
     if finding.next_check:
         grid.add_row("", Text.assemble(("Next check: ", "bold cyan"), finding.next_check))
     return grid
+
+
+def _readings(readings: list[Reading]) -> RenderableType:
+    lines = (Text.assemble(("  - ", "dim"), (f"{each.stage}: ", "bold"), each.sentence) for each in readings)
+    return Group(Text("Read off the kernel's own matrices:"), *lines)
 
 
 def _probes(probes: list[Probe]) -> RenderableType:

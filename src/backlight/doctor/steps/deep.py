@@ -8,27 +8,28 @@ from collections.abc import Callable
 import torch
 
 from backlight.doctor.report.model import FORWARD_MODE, Picture, Probe, StageRow
-from backlight.doctor.steps import convention, exact, hard_inputs, tomography
+from backlight.doctor.steps import convention, exact, hard_inputs, rounding, tomography
 from backlight.doctor.steps.bench import Bench
 from backlight.doctor.steps.compare import compare, judged
 from backlight.doctor.steps.explain import explain
 from backlight.doctor.steps.invariants import identities
+from backlight.doctor.steps.reading.read import read
 from backlight.doctor.steps.sheet import Sheet
-from backlight.doctor.steps.verdict import from_explanation
+from backlight.doctor.steps.verdict import WRONG, from_explanation
 from backlight.doctor.subject.trouble import DeviceLost
 from backlight.problems import inputs
 from backlight.problems.problem import Problem
 from backlight.reference import eager, oracle
 
-LENGTH = 512
 CELLS = 24
 LENGTHS = (128, 129, 191, 192, 193, 255)
 REFUSALS = convention.REFUSALS
+NAMES: dict[Callable[..., None], str] = {hard_inputs.run: "hard inputs", rounding.run: "ties and growth"}
 
 
 def run(sheet: Sheet, bench: Bench) -> None:
     """Adds probes, stage rows, pictures and findings to the sheet."""
-    steps: list[Callable[[Sheet, Bench], None]] = [_tomography, _exact, _through_lse, hard_inputs.run]
+    steps: list[Callable[[Sheet, Bench], None]] = [_tomography, _exact, _through_lse, hard_inputs.run, rounding.run]
     if sheet.level == "forensic":
         steps.append(_lengths)
     for step in steps:
@@ -40,36 +41,58 @@ def run(sheet: Sheet, bench: Bench) -> None:
             raise
         except REFUSALS as error:
             first = str(error).splitlines()[0][:200] if str(error) else repr(error)
-            name = "hard inputs" if step is hard_inputs.run else step.__name__.strip("_").replace("_", " ")
+            name = NAMES.get(step) or step.__name__.strip("_").replace("_", " ")
             sheet.probes.append(Probe(name, None, f"the subject refused: {first}"))
         for found in sheet.probes[count:]:
             found.seconds = found.seconds or (time.perf_counter() - started) / max(1, len(sheet.probes) - count)
 
 
 def _tomography(sheet: Sheet, bench: Bench) -> None:
-    problem, call = bench.problem, bench.problem.call
-    if max(call.q.shape[2], call.k.shape[2]) > LENGTH or min(call.q.shape[2], call.k.shape[2]) == 0:
-        sheet.probes.append(Probe("tomography", None, f"only up to {LENGTH} positions"))
+    call = bench.problem.call
+    longest = max(call.q.shape[2], call.k.shape[2])
+    if longest > tomography.LONGEST or min(call.q.shape[2], call.k.shape[2]) == 0:
+        sheet.probes.append(Probe("tomography", None, f"only up to {tomography.LONGEST} positions"))
         return
-    for read in (tomography.forward_weights, tomography.backward_weights, tomography.score_gradient):
-        found = read(bench.subject, problem)
-        words = found.support_words(call)
-        limit = _limit(found, problem)
-        good = not words and found.relative <= limit
-        row = StageRow(found.name, gain=found.gain, global_error=found.relative, note=words or "read by one-hot probes")
-        row.status = "ok" if good else "culprit"
-        if not any(known.name == row.name for known in sheet.rows):
-            sheet.extra_rows.append(row)
-        detail = words or f"off by {100 * found.relative:.2g} % (a correct kernel: below {100 * limit:.2g} %)"
-        sheet.probes.append(Probe(f"tomography of {found.name}", good, detail))
-        if words:
-            sheet.pictures.append(_support(found))
+    if longest > tomography.WHOLE and call.varlen:
+        sheet.probes.append(Probe("tomography", None, f"packed sequences only up to {tomography.WHOLE} positions"))
+        return
+    problem = tomography.part(bench.problem)
+    recovered = []
+    for look in (tomography.forward_weights, tomography.backward_weights, tomography.score_gradient):
+        found = look(bench.subject, problem)
+        recovered.append((found, not _shown(sheet, found, problem)))
+    wrong = {row.name for row in sheet.rows if row.status in WRONG}
+    if "dq" in wrong and "o" not in wrong and not any(bad for _, bad in recovered):
+        # the dq kernel has a ds of its own; a row of the table is made of what dk shows
+        found = tomography.score_gradient_of_dq(bench.subject, problem)
+        recovered.append((found, not found.relative <= _limit(found, problem)))
+    sheet.read = read(recovered, problem, bench.subject)
+    for row in sheet.extra_rows:
+        said = sheet.read.about(row.name)
+        row.note = "; ".join([row.note, *(reading.sentence for reading in said)]) if said else row.note
     _inherit(sheet)
+
+
+def _shown(sheet: Sheet, found: tomography.Recovered, problem: Problem) -> bool:
+    """Puts a matrix on the sheet; whether it is right."""
+    words = found.support_words(found.call)
+    limit = _limit(found, problem)
+    good = not words and found.relative <= limit
+    row = StageRow(found.name, gain=found.gain, global_error=found.relative, note=words or "read by one-hot probes")
+    row.status = "ok" if good else "culprit"
+    if not any(known.name == row.name for known in sheet.rows):
+        sheet.extra_rows.append(row)
+    detail = words or f"off by {100 * found.relative:.2g} % (a correct kernel: below {100 * limit:.2g} %)"
+    detail += "" if bool(found.known.all()) else f"; {100 * float(found.known.double().mean()):.2g} % of the cells were read"
+    sheet.probes.append(Probe(f"tomography of {found.name}", good, detail))
+    if words:
+        sheet.pictures.append(_support(found))
+    return good
 
 
 def _limit(found: tomography.Recovered, problem: Problem) -> float:
     """What plain PyTorch's rounding would do to the same matrix, with room for the probe's own inversion."""
-    name = {"p": "a", "p (bwd)": "a", "ds": "dx"}[found.name]
+    name = {"p": "a", "p (bwd)": "a"}.get(found.name, "dx")
     yardstick = eager(problem.call, problem.dy, keep=(name,))[name].double()
     truth = oracle(problem.call, problem.dy, keep=(name,))[name]
     return 4 * float((yardstick - truth).norm() / truth.norm().clamp(min=1e-300)) + 8 * problem.eps

@@ -11,12 +11,24 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from backlight.doctor.defects.catalogue import BY_ID, about
+from backlight.doctor.defects.catalogue import BY_ID, OF_VALUES, about
+from backlight.doctor.defects.defect import Defect
 from backlight.doctor.defects.games import GAMES
 from backlight.doctor.defects.probed import PROBED
 from backlight.doctor.report.model import FORWARD_MODE, Finding, Probe, Report, Where
 from backlight.doctor.report.words import counted
-from backlight.doctor.steps import adversarial, convention, deep, forward_mode, probes, remedies, signed, usable, verdict
+from backlight.doctor.steps import (
+    adversarial,
+    convention,
+    deep,
+    forward_mode,
+    hard_inputs,
+    probes,
+    remedies,
+    signed,
+    usable,
+    verdict,
+)
 from backlight.doctor.steps.bench import Bench
 from backlight.doctor.steps.compare import TRUTH_OF, Comparison, compare, judged
 from backlight.doctor.steps.environment import self_check
@@ -245,6 +257,8 @@ class Examination(Sheet):
         self._one_cause(bench, ran)
         if self.level in ("full", "forensic"):
             deep.run(self, bench)
+        else:
+            hard_inputs.low_scores(self, bench)
         return bench
 
     def _probe_finding(self, found: Probe) -> None:
@@ -318,13 +332,24 @@ class Examination(Sheet):
             return None
         ranked, problem, _, cs, ids = self._candidates(values, comparisons, laws, again=remains is None)
         if ranked and ranked[0].fits:
-            self.add(verdict.from_explanation(ranked[0], ranked, problem, cs, ids))
+            self.add(self._with_readings(verdict.from_explanation(ranked[0], ranked, problem, cs, ids)))
             return ranked[0]
         told = remains is not None and remains.partial
         if told or any(f.id == "gradient-missing" for f in self.findings) or self._only_nonfinite(comparisons):
             return None
-        self.add(verdict.lower_precision(problem, cs) or verdict.open_finding(self.seen_rows(), problem, cs, ids, ranked))
+        coarse = verdict.lower_precision(problem, cs)
+        self.add(coarse or self._with_readings(verdict.open_finding(self.seen_rows(), problem, cs, ids, ranked)))
         return None
+
+    def _with_readings(self, finding: Finding) -> Finding:
+        """What was read off the kernel's own matrices, as evidence, and in the headline of a finding that has no name."""
+        said = self.read.readings
+        if finding.id == "open" and said and finding.title.startswith(f"{finding.stage} is wrong"):
+            about = next((each for each in said if each.stage == finding.stage), said[0])
+            finding.title = f"{about.stage} is wrong: {about.sentence}"
+            finding.confidence = "medium"
+        finding.evidence[1:1] = [f"read off the kernel, {each.stage}: {each.sentence}" for each in said]
+        return finding
 
     def _candidates(
         self, values: Mapping[str, Tensor], comparisons: dict[str, Comparison], laws: list[Identity], again: bool
@@ -336,8 +361,12 @@ class Examination(Sheet):
         if smaller is not None:
             problem, seen, cs = smaller
             self.notes.append(f"explained on a smaller problem of the same kind: {tuple(problem.call.q.shape)}")
-            return explain(problem, seen, cs), problem, seen, cs, identities(problem, seen)
-        return explain(self.problem, values, comparisons), self.problem, values, comparisons, laws
+            return explain(problem, seen, cs, self._known()), problem, seen, cs, identities(problem, seen)
+        return explain(self.problem, values, comparisons, self._known()), self.problem, values, comparisons, laws
+
+    def _known(self) -> tuple[Defect, ...]:
+        """The catalogue, and after it what was read off this kernel: of two that fit alike the one with a cause comes first."""
+        return (*OF_VALUES, *self.read.defects)
 
     def _smaller(self) -> tuple[Problem, dict[str, Tensor], dict[str, Comparison]] | None:
         """The first positions of a few heads, if the defect shows there too."""

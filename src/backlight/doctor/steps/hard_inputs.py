@@ -12,15 +12,22 @@ from backlight.doctor.defects.catalogue import about
 from backlight.doctor.report.model import Finding, Probe
 from backlight.doctor.steps import convention
 from backlight.doctor.steps.bench import Bench
-from backlight.doctor.steps.explain import explain
+from backlight.doctor.steps.explain import FITS, Explanation, evaluation, explain, observed
 from backlight.doctor.steps.look import Look, look
 from backlight.doctor.steps.sheet import Sheet
 from backlight.doctor.steps.verdict import WRONG, from_explanation
 from backlight.problems import inputs
 from backlight.problems.problem import Problem
 
-HARD = {"jumps": "lse that jumps by 100 from block to block", "low_lse": "scores near -120", "outliers": "outliers in q and k"}
+HARD = {
+    "jumps": "lse that jumps by 100 from block to block",
+    "high_lse": "scores near +120",
+    "low_lse": "scores near -120",
+    "outliers": "outliers in q and k",
+}
 LENGTH = 256
+# at `quick`: positions, more keys than rows, and how far off is wrong beyond doubt
+SHORT, MORE_KEYS, GROSS = 72, 37, 0.25
 
 
 def run(sheet: Sheet, bench: Bench) -> None:
@@ -36,14 +43,42 @@ def run(sheet: Sheet, bench: Bench) -> None:
         wrong = [name for name, c in seen.comparisons.items() if c.bad]
         sheet.probes.append(Probe(f"inputs {recipe}", not wrong, f"{', '.join(wrong)} wrong on {words}" if wrong else "right"))
         if wrong:
-            sheet.add(_finding(seen, recipe, wrong))
+            sheet.add(_finding(bench, seen, recipe, wrong))
             return
 
 
-def drawn(problem: Problem, recipe: str) -> Problem | None:
+def low_scores(sheet: Sheet, bench: Bench) -> None:
+    """At `quick`: scores near -120 and, where no mask says how they are aligned, more keys than rows.
+
+    Padding counts with a score of 0, which ordinary scores hide and these do not. Only what is wrong beyond doubt is told.
+    """
+    call = bench.problem.call
+    if any(row.status in WRONG for row in sheet.rows) or call.pair_bias is not None:
+        return
+    rows = min(SHORT, call.q.shape[2])
+    keys = rows + MORE_KEYS if not call.spec.masked else min(SHORT, call.k.shape[2])
+    problem = drawn(bench.problem, "low_lse", rows, keys)
+    if problem is None or problem.recipe == bench.problem.recipe or not keys:
+        return
+    words = f"scores near -120, {rows} rows and {keys} keys"
+    try:
+        seen = _look(bench, problem)
+    except convention.REFUSALS as error:
+        first = str(error).splitlines()[0][:200] if str(error) else repr(error)
+        sheet.probes.append(Probe("low scores", None, f"the subject refused {rows} rows and {keys} keys: {first}"))
+        return
+    wrong = [n for n, c in seen.comparisons.items() if c.bad and (bool(c.nonfinite.any()) or not c.relative <= GROSS)]
+    sheet.probes.append(
+        Probe("low scores", not wrong, f"{', '.join(wrong)} wrong on {words}" if wrong else f"right on {words}")
+    )
+    if wrong:
+        sheet.add(_finding(bench, seen, "low_lse", wrong))
+
+
+def drawn(problem: Problem, recipe: str, rows: int | None = None, keys: int | None = None) -> Problem | None:
     """The same kind of problem with inputs of a recipe, at most LENGTH positions; None where that cannot be."""
     call = problem.call
-    (b, hq, sq, d), sk = call.q.shape, call.k.shape[2]
+    (b, hq, _, d), sq, sk = call.q.shape, rows or call.q.shape[2], keys or call.k.shape[2]
     if call.rows is not None or call.varlen or not call.scale > 0 or not sq or not sk or max(sq, sk) > 4 * LENGTH:
         return None
     own: dict[str, Any] = {} if call.bias is None else {"bias": call.bias.shape[1]}
@@ -65,10 +100,14 @@ def _look(bench: Bench, problem: Problem) -> Look:
     return look(problem, values)
 
 
-def _finding(seen: Look, recipe: str, wrong: list[str]) -> Finding:
-    ranked = explain(seen.problem, seen.known, seen.comparisons)
-    first = f"recipe {recipe}, seed {seen.problem.seed}: {', '.join(wrong)} wrong; with ordinary inputs nothing is"
-    if ranked and ranked[0].fits:
+def _finding(bench: Bench, seen: Look, recipe: str, wrong: list[str]) -> Finding:
+    ordinary = _ordinary(bench, seen.problem)
+    right = ordinary is None or not any(c.bad for c in ordinary.comparisons.values())
+    ranked = [each for each in explain(seen.problem, seen.known, seen.comparisons) if each.fits]
+    ranked = [each for each in ranked if ordinary is None or _fits_too(each, ordinary)]
+    first = f"recipe {recipe}, seed {seen.problem.seed}: {', '.join(wrong)} wrong"
+    first += "; with ordinary inputs nothing is" if right else "; so is something with ordinary inputs of these lengths"
+    if ranked:
         found = from_explanation(ranked[0], ranked, seen.problem, seen.comparisons, seen.laws)
         found.evidence.insert(0, first)
         return found
@@ -78,3 +117,16 @@ def _finding(seen: Look, recipe: str, wrong: list[str]) -> Finding:
     title, check = entry.title.replace("{detail}", HARD[recipe]), entry.next_check.replace("{detail}", recipe)
     culprit = next((row.name for row in seen.rows if row.status == "culprit"), wrong[0])
     return Finding(entry.id, title, "defect", culprit, None, lines, "open", "medium", check, None, 60.0)
+
+
+def _ordinary(bench: Bench, hard: Problem) -> Look | None:
+    """The same lengths with ordinary inputs."""
+    problem = drawn(bench.problem, "gaussian", hard.call.q.shape[2], hard.call.k.shape[2])
+    return None if problem is None else _look(bench, problem)
+
+
+def _fits_too(found: Explanation, ordinary: Look) -> bool:
+    """Whether a defect that explains hard inputs says of ordinary ones what is there: where all weights vanish, many fit."""
+    seen = observed(ordinary.problem, ordinary.known)
+    outputs = evaluation(ordinary.problem, seen)(found.mutant)
+    return all(each.misfit(outputs[each.key])[1] <= FITS for each in seen)

@@ -351,6 +351,22 @@ def _range(word: str, chosen: Tensor) -> str:
     return f"{word} {where[0]}-{where[-1]}"
 
 
+@probe("beyond the end")
+def beyond_the_end(bench: Bench) -> Probe:
+    """The same inputs in front of NaN, and behind it: what lies outside a tensor is not to be read, not even times 0."""
+    runs = {}
+    for value in (float("nan"), layouts.SENTINEL):
+        layout = layouts.surrounded(value)
+        runs[value] = differences(bench.base, bench.run(do_layout=layout, input_layout=layout), bench.problem.eps)
+    exposed, moved = runs.values()
+    result = bench.equal(exposed, "NaN outside q, k, v and dO changes the result", "read-beyond-end")
+    if result.passed is False:
+        far = [n for n, d in moved.items() if not d <= max(bench.close, 3 * bench.spread.get(n, 0.0))]
+        times_zero = "finite numbers do not, so it is multiplied by 0"
+        result.detail += f"; {f'so do finite numbers ({distances_in_words(moved)})' if far else times_zero}"
+    return result
+
+
 @probe("tile sizes")
 def tile_sizes(bench: Bench) -> Probe:
     """Other tile sizes, when the subject has any: wrong rows that move with the tile are a tile-edge defect."""
@@ -382,5 +398,6 @@ FULL = (
     permuted_heads,
     alone,
     forbidden,
+    beyond_the_end,
 )
 FORENSIC = (*FULL, tile_sizes)

@@ -10,6 +10,7 @@ from backlight.doctor.steps import verdict
 from backlight.doctor.steps.environment import environment
 from backlight.doctor.steps.expected import expected_zeros
 from backlight.doctor.steps.fresh import MEMORY
+from backlight.doctor.steps.reading.read import Read
 from backlight.doctor.subject.subject import Subject
 from backlight.problems.axes import tensors_of
 from backlight.problems.problem import Problem, shrink
@@ -24,6 +25,8 @@ PROBE_SCORES = {
     "race-lost-update": 115.0,
     "accumulates-over-calls": 112.0,
     "do-in-flight": 110.0,
+    # a mutant that reproduces the data says more than where a leak shows
+    "hidden-reached": 95.0,
 }
 # here the probe names the input that is misread, not the tensors that come out wrong
 MISREAD = ("do-stride", "do-in-flight", "input-stride")
@@ -41,6 +44,7 @@ class Sheet:
         self.findings: list[Finding] = []
         self.extra_rows: list[StageRow] = []
         self.pictures: list[Picture] = []
+        self.read = Read()
         self.shows_failing_run = False
 
     def named(self, name: str, lines: list[str], where: Where | None = None, title: str = "", stage: str | None = None) -> None:
@@ -132,6 +136,7 @@ class Sheet:
             stages=rows,
             findings=findings,
             probes=self.probes,
+            readings=self.read.readings,
             expected_zeros=expected_zeros(call),
             pictures=self.pictures,
             environment=environment(call.q.device),

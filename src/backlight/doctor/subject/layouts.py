@@ -116,6 +116,17 @@ def offset(x: Tensor) -> Tensor:
     return flat[64:].view(x.shape)
 
 
+def surrounded(value: float) -> Callable[[Tensor], Tensor]:
+    """A contiguous view with `value` before and behind it in the same storage, as much as a tile of 256 rows."""
+
+    def layout(x: Tensor) -> Tensor:
+        margin = 256 * x.shape[-1]
+        outside = x.new_full((margin,), value)
+        return torch.cat([outside, x.reshape(-1), outside])[margin : margin + x.numel()].view(x.shape)
+
+    return layout
+
+
 def fused(x: Tensor) -> Tensor:
     """One third of a fused buffer, as a QKV projection leaves it."""
     filler = torch.full_like(x, SENTINEL)

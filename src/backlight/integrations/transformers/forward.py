@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,9 +10,12 @@ from torch import Tensor, nn
 import backlight
 from backlight.arguments import check_borders, check_flag, check_number, check_tensor, check_whole, shown
 from backlight.integrations.transformers.given import keywords_of
-from backlight.integrations.transformers.packing import packing_of
+from backlight.integrations.transformers.masks import PADDING
+from backlight.integrations.transformers.packing import intervals_of, packing_of
 from backlight.integrations.transformers.position_bias import bias_of, moved
 from backlight.integrations.transformers.refusing import NAME, require
+from backlight.integrations.transformers.tracing import blind
+from backlight.mask import Mask
 
 
 def attention_forward(
@@ -41,7 +45,8 @@ def attention_forward(
             position_bias: [1, Hq, Sq, Sk] with equal values at equal distances, or [B or 1, Hq, Sq, Sk] with any; its gradient
                 comes back.
             cu_seq_lens_q, cu_seq_lens_k: borders of packed sequences, when the caller has them; then B = 1.
-            output_attentions, cache: refused.
+            output_attentions: the weights are never formed: a warning says so, as with "sdpa".
+            cache: refused.
 
     Returns:
         [B, Sq, Hq, Dv] and None in the place of the probabilities.
@@ -50,6 +55,7 @@ def attention_forward(
     _check(query, key, value, attention_mask, dropout, is_causal, window)
     _check_borders(query, cu_q, cu_k)
     _refuse(dropout, options)
+    _warn(options)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     keywords: dict[str, Any] = {"causal": causal, "scale": scaling}
     keywords |= {"softcap": options.get("softcap"), "sink": options.get("s_aux")}
@@ -68,8 +74,6 @@ def attention_forward(
     if cu_q is not None:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         return backlight.attention_varlen(q, k, v, cu_q, cu_k, **keywords)[None], None
-    if attention_mask is not None and "pair_bias" in keywords:
-        raise NotImplementedError(f"{NAME}: padding beside a bias of pairs must be given as a dense mask, got [batch, length]")
     if attention_mask is None:
         return backlight.attention(query, key, value, **keywords).transpose(1, 2), None
     return _attend_padded(query, key, value, attention_mask, keywords), None
@@ -78,18 +82,27 @@ def attention_forward(
 def _attend_padded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, keywords: dict[str, Any]) -> Tensor:
     """[B, Sq, Hq, Dv] of a batch with hidden rows and keys."""
     sq, sk = query.shape[2], key.shape[2]
-    by_place = "bias" in keywords or "window" in keywords
-    aligned = not keywords["causal"] and by_place
-    if aligned and sq != sk:
-        raise NotImplementedError(f"{NAME}: padding with a window or a bias needs rows like keys")
+    by_place = "bias" in keywords or "window" in keywords or "pair_bias" in keywords
+    aligned = by_place and not keywords["causal"]
+    if by_place and mask.dtype == PADDING and (_stays_in_place(mask, sq, sk, keywords) or packing_of(mask, sk, aligned).gaps):
+        rows = intervals_of(mask, sk, keywords["causal"], keywords.pop("window", None))
+        return backlight.attention(query, key, value, **keywords | {"causal": False, "mask": Mask(rows)}).transpose(1, 2)
+    if "pair_bias" in keywords:
+        raise NotImplementedError(f"{NAME}: packed sequences beside a bias of pairs must be given as a dense mask")
     packing = packing_of(mask, sk, aligned)
     if by_place:
-        require(packing.gaps, False, f"{NAME}: a window or a bias needs padding at the ends only")
+        require(packing.gaps, False, f"{NAME}: a window or a bias needs packed sequences without gaps")
     if "bias" in keywords:
         keywords = keywords | {"bias": moved(keywords["bias"], packing.room)}
     q, k, v = packing.pack_rows(query), packing.pack_keys(key), packing.pack_keys(value)
     y = backlight.attention_varlen(q, k, v, packing.cu_seqlens_q, packing.cu_seqlens_k, **keywords)
     return packing.unpack_rows(y, query.shape[0], sq)
+
+
+def _stays_in_place(mask: Tensor, sq: int, sk: int, keywords: dict[str, Any]) -> bool:
+    """Whether padded rows and keys must not be packed: a bias of pairs has places, rows that see ahead have none unless there
+    are as many as keys, and a graph cannot know whether padding is at the ends only."""
+    return "pair_bias" in keywords or (not keywords["causal"] and sq != sk) or blind(mask)
 
 
 def _check(query: Any, key: Any, value: Any, attention_mask: Any, dropout: Any, is_causal: Any, sliding_window: Any) -> None:
@@ -130,9 +143,12 @@ def _refuse_borders(mask: Tensor, cu_seq_lens_q: Tensor | None) -> None:
 def _refuse(dropout: float, options: dict[str, Any]) -> None:
     if dropout:
         raise NotImplementedError(f"{NAME} has no attention dropout, got {dropout}: set it to 0 in the config")
-    weights = options.get("output_attentions")
-    if not (weights is None or weights is False):
-        raise NotImplementedError(f"{NAME} never forms the attention weights: output_attentions needs 'eager'")
     if options.get("cache") is not None:
         came = shown(options["cache"])
         raise NotImplementedError(f"cache must be None, got {came}: {NAME} does not read paged caches")
+
+
+def _warn(options: dict[str, Any]) -> None:
+    if options.get("output_attentions"):
+        never = "never forms the attention weights: output_attentions gets None in their place, and needs 'eager'"
+        warnings.warn(f"{NAME} {never}", stacklevel=3)

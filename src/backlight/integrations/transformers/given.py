@@ -2,7 +2,8 @@
 
 A dense mask that says more than what is hidden, that has a gradient, or that intervals cannot say, is a bias of pairs.
 Both say everything by themselves: the causal flag and the window of a layer do not come on top of them. Finding intervals waits
-for the device, so it is done once for a mask, and never in a graph, which takes intervals that were found before it.
+for the device, so it is done once for a mask, and never in a graph: there a dense mask is a bias of pairs, as with SDPA, but
+intervals that were found before it are taken.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from backlight import intervals
 from backlight.integrations.transformers.refusing import NAME
+from backlight.integrations.transformers.tracing import blind
 from backlight.mask import Mask, from_dense, from_mask_mod
 from backlight.spec import AttentionSpec
 
@@ -31,10 +33,12 @@ def of_function(
     sizes: tuple[int, int, int],
     offsets: tuple[int | Tensor, int],
     device: torch.device | str,
+    use_vmap: bool = False,
 ) -> Tensor:
-    """Intervals [B, 1, 2 or 4, Sk] of a mask function with the padding mask [B, seen keys] on top of it.
+    """Intervals [B, 1, 2 or 4, Sk] of a mask function with the padding mask [B, seen keys] on top of it; a dense mask
+    [B, 1, Sq, Sk] in a graph, and for a function that intervals cannot say.
 
-    sizes: B, Sq, Sk. offsets: where the function counts the first row and the first key.
+    sizes: B, Sq, Sk. offsets: where the function counts the first row and the first key. use_vmap: it takes single indices.
     """
     (batch, sq, sk), (row, key) = sizes, offsets
     real = None
@@ -45,7 +49,33 @@ def of_function(
         seen = mask_function(b, h, q + row, k + key)
         return seen if real is None else seen & real[b, k + key]
 
-    return _found(lambda: from_mask_mod(mask_mod, batch, None, sq, sk, device)).rows
+    if not blind(torch.empty(0, device=device)):
+        try:
+            return from_mask_mod(mask_mod, batch, None, sq, sk, device).rows
+        except ValueError:
+            # a key with three runs of rows or more
+            pass
+    return dense_of_function(mask_function, padding, sizes, offsets, device, use_vmap)
+
+
+def dense_of_function(
+    mask_function: Callable[..., Any],
+    padding: Tensor | None,
+    sizes: tuple[int, int, int],
+    offsets: tuple[int | Tensor, int],
+    device: torch.device | str,
+    use_vmap: bool = False,
+) -> Tensor:
+    """bool [B, 1, Sq, Sk], as transformers makes it for SDPA; no value is looked at."""
+    from transformers.masking_utils import sdpa_mask
+
+    return sdpa_mask(
+        *(*sizes, *offsets, mask_function, padding),
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        use_vmap=use_vmap,
+        device=device,
+    )
 
 
 def keywords_of(mask: Tensor, query: Tensor, key: Tensor) -> dict[str, Any]:
@@ -53,11 +83,10 @@ def keywords_of(mask: Tensor, query: Tensor, key: Tensor) -> dict[str, Any]:
     fits = _fits(mask, query, key)
     if fits and mask.dtype == INTERVALS:
         return {"causal": False, "mask": Mask(mask)}
-    if fits and mask.requires_grad:
-        return {"causal": False, "pair_bias": as_pair_bias(mask, query)}
-    if not fits or torch.compiler.is_compiling():
-        raise NotImplementedError(_refusal(mask, fits))
-    found = _remembered(mask, query.shape[2])
+    if not fits:
+        known = "padding masks [batch, length], dense masks [batch, head, row, key], intervals [batch, head, 2 or 4, key]"
+        raise NotImplementedError(f"{NAME} takes {known}, got a mask of shape {tuple(mask.shape)} and {mask.dtype}")
+    found = None if mask.requires_grad or blind(mask) else _remembered(mask, query.shape[2])
     return {"causal": False, "pair_bias": as_pair_bias(mask, query)} if found is None else found
 
 
@@ -75,15 +104,6 @@ def _fits(mask: Tensor, query: Tensor, key: Tensor) -> bool:
     if mask.dtype == INTERVALS:
         return mask.shape[2] in (2, 4)
     return (mask.dtype == torch.bool or mask.is_floating_point()) and mask.shape[2] in (1, sq)
-
-
-def _refusal(mask: Tensor, fits: bool) -> str:
-    shape = tuple(mask.shape)
-    if not fits:
-        known = "padding masks [batch, length], dense masks [batch, head, row, key], intervals [batch, head, 2 or 4, key]"
-        return f"{NAME} takes {known}, got a mask of shape {shape} and {mask.dtype}"
-    instead = "give its intervals, backlight.mask.from_dense(mask).rows"
-    return f"{NAME} takes padding masks [batch, length], not dense masks, under torch.compile, got shape {shape}: {instead}"
 
 
 # --- dense masks -------------------------------------------------------------------------------------------------------------
@@ -148,11 +168,3 @@ def _window(visible: Tensor, rows: Tensor) -> Window | None:
     wanted = intervals.fold_rows(everything, AttentionSpec(window=(left, right)), sq, sk)
     same = intervals.fold_rows(rows, AttentionSpec(), sq, sk) == wanted
     return (left, right) if bool(same.all()) else None
-
-
-def _found(find: Callable[[], Mask]) -> Mask:
-    """A key with three runs of rows or more has no intervals: the sentence names it."""
-    try:
-        return find()
-    except ValueError as error:
-        raise NotImplementedError(f"{NAME}: {error}; use another attn_implementation for this mask") from None

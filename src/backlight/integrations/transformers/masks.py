@@ -3,7 +3,7 @@
 transformers describes a mask as a function of (batch, head, row, key) built from a few known pieces. The geometry among them
 (causal, sliding window) reaches the attention call as keywords of its own. What is left, padding and packing, is a number per
 key and per row: 0 = hidden, else the sequence it belongs to. A function with other pieces (image spans, chunks, a model's own)
-is asked about every row and key, and becomes row intervals; in a graph, where that would wait, it is refused.
+is asked about every row and key, and becomes row intervals; in a graph, where that would wait, it stays a dense mask.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from backlight.arguments import check_tensor, check_whole, shown
-from backlight.integrations.transformers.given import of_function
-from backlight.integrations.transformers.probing import REFUSAL, probe
+from backlight.integrations.transformers.given import dense_of_function, of_function
+from backlight.integrations.transformers.probing import UnknownMask, probe
+from backlight.integrations.transformers.tracing import blind
 
 # numbers of a mask that says nothing but which keys are padding, and of one that packs sequences
 PADDING, PACKED = torch.int8, torch.int64
@@ -84,27 +85,28 @@ def attention_mask(
     **_: Any,
 ) -> Tensor | None:
     """The mask interface: None where geometry says it all, else sequence numbers [B, 1, 1, kv_length + q_length], keys first,
-    or row intervals [B, 1, 2 or 4, kv_length], int32, which say geometry too.
+    or row intervals [B, 1, 2 or 4, kv_length], int32, or a dense mask [B, 1, q_length, kv_length], which say geometry too.
 
     Arguments are those transformers hands to every mask interface; `attention_mask` is the padding mask [B, seen keys],
     `use_vmap` says that a model added pieces of its own. Four dimensions tell transformers that the mask is finished:
     `generate` makes masks early and hands them to the model again.
     """
     _check(batch_size, q_length, kv_length, kv_offset, mask_function, attention_mask)
-    # values of a mask are data to a compiler: nothing may depend on what they are
-    compiling = torch.compiler.is_compiling()
-    pattern = _pattern(mask_function, batch_size, kv_length, device, use_vmap, compiling)
+    pattern = _pattern(mask_function, batch_size, kv_length, device, use_vmap)
+    sizes, offsets = (batch_size, q_length, kv_length), (q_offset, kv_offset)
     if pattern.other:
         assert mask_function is not None
-        sizes, offsets = (batch_size, q_length, kv_length), (q_offset, kv_offset)
-        return of_function(mask_function, attention_mask, sizes, offsets, device)
+        return of_function(mask_function, attention_mask, sizes, offsets, device, use_vmap)
     start = q_offset - kv_offset
     whole = not isinstance(start, Tensor) and start + q_length == kv_length
     as_long = attention_mask is not None and kv_length + kv_offset == attention_mask.shape[-1]
-    if attention_mask is not None and as_long and not compiling and attention_mask.all():
+    if attention_mask is not None and as_long and not blind(attention_mask) and attention_mask.all():
         attention_mask = None
     if attention_mask is None and pattern.packed is None and (whole or not pattern.causal):
         return None
+    if mask_function is not None and q_length == 1 and pattern.causal and pattern.packed is None and not whole:
+        # a step with a cache that has room: one row of a dense mask is small, and packing would copy the cache
+        return dense_of_function(mask_function, attention_mask, sizes, offsets, device)
     keys = torch.ones(batch_size, kv_length, dtype=PADDING, device=device)
     if pattern.packed is not None:
         keys = pattern.packed.to(device, PACKED) + 1
@@ -139,21 +141,19 @@ def _check(batch: Any, q_length: Any, kv_length: Any, kv_offset: Any, mask_funct
 
 
 def _pattern(
-    mask_function: Callable[..., Any] | None,
-    batch: int,
-    length: int,
-    device: torch.device | str,
-    use_vmap: bool,
-    compiling: bool,
+    mask_function: Callable[..., Any] | None, batch: int, length: int, device: torch.device | str, use_vmap: bool
 ) -> Pattern:
     if mask_function is None:
         return Pattern(causal=True)
-    if not compiling:
+    if not torch.compiler.is_dynamo_compiling():
         return read(mask_function)
-    if use_vmap:
-        raise NotImplementedError(REFUSAL)
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
         return Pattern(causal=mask_function is causal_mask_function)
-    return Pattern(*probe(mask_function, batch, length, device))
+    if use_vmap:
+        return Pattern(other=True)
+    try:
+        return Pattern(*probe(mask_function, batch, length, device))
+    except UnknownMask:
+        return Pattern(other=True)

@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.weak import WeakIdKeyDictionary
 
+from backlight.integrations.transformers.given import INTERVALS, Window
 from backlight.integrations.transformers.masks import PADDING
+from backlight.integrations.transformers.tracing import blind
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +106,30 @@ _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def packing_of(mask: Tensor, sk: int, aligned: bool) -> Packing:
     """The packing of a mask [B, 1, 1, Sk + Sq] of sequence numbers; `aligned` rows are hidden where their own key is."""
     keys, rows = mask[:, 0, 0, :sk], mask[:, 0, 0, sk:]
-    if torch.compiler.is_compiling():
+    if blind(mask):
         # as many sequences as keys, at most
         return Packing.in_graph(keys if aligned else rows, keys, span=2 if mask.dtype == PADDING else sk + 1)
     known = _known.setdefault(mask, {})
     if aligned not in known:
         known[aligned] = Packing.of(keys if aligned else rows, keys)
     return known[aligned]
+
+
+def intervals_of(mask: Tensor, sk: int, causal: bool, window: Window | None) -> Tensor:
+    """Row intervals [B, 1, 2, Sk] of a mask [B, 1, 1, Sk + Sq] that is padding, with the geometry on top; nothing is packed, so
+    that every row and key stays where it is. No value is looked at. Hidden rows at the ends see nothing, as packed ones do."""
+    keys, rows = mask[:, 0, 0, :sk], mask[:, 0, 0, sk:]
+    sq = rows.shape[1]
+    if not causal and sq == sk:
+        rows = keys
+    # where the first row sits: a cache may have room behind the last one
+    start = sk - sq - (_room(rows, keys) if causal else 0)
+    left, right = window or (None, None)
+    right = 0 if causal else right
+    places = torch.arange(sk, device=mask.device) - start
+    first = torch.zeros_like(places) if right is None else places - right
+    end = torch.full_like(places, sq) if left is None else places + left + 1
+    first_row, end_row = sq - 1 - _last(rows.flip(1)), _last(rows) + 1
+    first, end = torch.maximum(first, first_row[:, None]), torch.minimum(end, end_row[:, None])
+    seen = (keys != 0) & (first < end)
+    return torch.stack([first * seen, end * seen], dim=1)[:, None].to(INTERVALS)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from backlight.arguments import check_tensor
 from backlight.integrations.transformers.refusing import NAME, require
+from backlight.integrations.transformers.tracing import blind
 
 
 def bias_of(module: nn.Module, position_bias: Any, query: Tensor, key: Tensor, causal: bool) -> dict[str, Any]:
@@ -19,7 +20,7 @@ def bias_of(module: nn.Module, position_bias: Any, query: Tensor, key: Tensor, c
     dense = position_bias[..., : key.shape[2]]
     if _is_of_pairs(module, dense):
         return {"pair_bias": dense if dense.dtype in (query.dtype, torch.float32) else dense.to(torch.float32)}
-    return {"bias": by_distance(dense, known=not torch.compiler.is_compiling()), "bias_origin": query.shape[2] - 1}
+    return {"bias": by_distance(dense, known=not blind(dense)), "bias_origin": query.shape[2] - 1}
 
 
 def _is_of_pairs(module: nn.Module, dense: Tensor) -> bool:
@@ -28,7 +29,7 @@ def _is_of_pairs(module: nn.Module, dense: Tensor) -> bool:
     """
     if dense.shape[0] != 1 or (dense.requires_grad and not hasattr(module, "_relative_position_bucket")):
         return True
-    return not torch.compiler.is_compiling() and not bool(_along_diagonals(dense[0]))
+    return not blind(dense) and not bool(_along_diagonals(dense[0]))
 
 
 def _check(position_bias: Any, query: Tensor, key: Tensor) -> None:
@@ -42,7 +43,7 @@ def _check(position_bias: Any, query: Tensor, key: Tensor) -> None:
 
 def _absent(module: nn.Module, position_bias: Tensor, causal: bool) -> bool:
     """Zeros that stand for no bias: no parameter behind them. Zeros of a parameter have a gradient to come."""
-    if not torch.compiler.is_compiling():
+    if not blind(position_bias):
         return position_bias.is_leaf and not bool(position_bias.any())
     # T5 and its kin: rows of a decoder have no distance to the keys of an encoder
     absent = not causal and bool(getattr(module, "is_decoder", False)) and not position_bias.requires_grad

@@ -17,10 +17,11 @@ from torch import Tensor
 from backlight._private.torch import assert_in_graph
 from backlight.integrations.transformers.refusing import NAME
 
-REFUSAL = (
-    f"{NAME} has no equivalent of this model's mask under torch.compile: it knows causal and full "
-    "masks, sliding windows, padding and packed sequences; use another attn_implementation for this model"
-)
+REFUSAL = f"{NAME} takes packed sequences, each of whose rows sees itself, got a mask that hides a row from itself"
+
+
+class UnknownMask(Exception):
+    """A mask function asks for more than causal and full masks, sliding windows, padding and packed sequences."""
 
 
 # compilers name an operator either way
@@ -80,7 +81,7 @@ class Place(Tensor):
             return Asked()
         if func is Tensor.to and second is Home:
             return Asked(compared=(args[0],))
-        raise NotImplementedError(REFUSAL)
+        raise UnknownMask
 
 
 class Row(Place):
@@ -115,5 +116,5 @@ def _ask(mask_function: Callable[..., Any], batch: int, rows: Tensor, keys: Tens
     sequences = torch.arange(batch, device=rows.device)[:, None]
     answer = mask_function(sequences, 0, rows.as_subclass(Row), keys.as_subclass(Key))
     if not isinstance(answer, Asked):
-        raise NotImplementedError(REFUSAL)
+        raise UnknownMask
     return answer

@@ -1,6 +1,6 @@
 """Launches of the two main kernels: tiles as they read them, numbers, what is compiled in."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from backlight.backends.hopper.backward.kernel import _bwd_kernel
 from backlight.backends.hopper.backward.narrow.kernel import ROWS, STAGES, _bwd_narrow_kernel
 from backlight.backends.hopper.backward.prepass import Rows
 from backlight.backends.hopper.compat import LATE_ADDRESSES, OWN_REGISTERS
-from backlight.backends.hopper.config import FEW, intervals_of, keys_together, room_for_dv
+from backlight.backends.hopper.config import FEW, BackwardConfig, SecondConfig, intervals_of, keys_together, room_for_dv
 from backlight.backends.hopper.launch import Launch, multiprocessors
 from backlight.backends.hopper.primitives import WM
 from backlight.backends.intervals.tiles import LiveTiles, Tiling, live_tiles
@@ -33,7 +33,20 @@ def tiles(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, block_m: int, bloc
     ]
 
 
-def numbers(launch: Launch, rows: Rows, n_segments: int, block_n: int) -> tuple[int, list[int]]:
+class Counted(Protocol):
+    """What is counted of rows: their blocks; where the counter of tiles lies."""
+
+    @property
+    def config(self) -> BackwardConfig | SecondConfig: ...
+
+    @property
+    def counter(self) -> int: ...
+
+    @property
+    def tiles(self) -> int: ...
+
+
+def numbers(launch: Launch, rows: Counted, n_segments: int, block_n: int) -> tuple[int, list[int]]:
     """CTAs, and the integers of a kernel with key tiles of `block_n` (arguments.NUMBERS)."""
     call, config = launch.call, rows.config
     key_tiles = launch.key_tiles(block_n)

@@ -55,6 +55,7 @@ class Variant(NamedTuple):
     """What is compiled in: a kernel holds no trace of a term that the spec does not have."""
 
     D: int
+    DV: int
     # D and Dv as wide as tiles are
     BD: int
     BDV: int

@@ -40,20 +40,24 @@ from backlight.backends.hopper.forward.steps import (
     start_scores,
     store_low,
     store_rows,
+    wait_gate,
+    write_columns,
     write_o,
 )
 from backlight.backends.hopper.forward.tiles import END, place_of, q_buffer, view_of
-from backlight.backends.hopper.primitives import INF, WM, as_weights, rescaled, softmax_step
+from backlight.backends.hopper.primitives import INF, WM, as_weights, columns_beyond, first_columns, rescaled, softmax_step
 
 
 @arguments
 class Rows:
     """What a warpgroup carries from block to block: O, weights of the last block (still to be multiplied by V), sums of rows.
 
-    rescale: what O has to be multiplied by before those weights are added. peak: see peaks.py.
+    o_beyond: the last columns of O (`columns_beyond`), any number where there are none; rescale: what O has to be multiplied by
+    before those weights are added; peak: see peaks.py.
     """
 
     o: gl.tensor
+    o_beyond: gl.tensor
     weights: gl.tensor
     row_max: gl.tensor
     row_sum: gl.tensor
@@ -74,20 +78,46 @@ def skip_blocks(p, n, count, W: gl.constexpr):
 
 
 @gluon.jit
-def rescaled_after(p, o, rescale, block, far_end):
+def both_rescaled(o, o_beyond, rescale, BEYOND: gl.constexpr):
+    o = rescaled(o, rescale)
+    if BEYOND > 0:
+        o_beyond = rescaled(o_beyond, rescale)
+    return o, o_beyond
+
+
+@gluon.jit
+def rescaled_after(p, o, o_beyond, rescale, block, far_end):
     """O, rescaled as the softmax of `block` asks for."""
+    BEYOND: gl.constexpr = columns_beyond(p.V.DV, p.V.BDV)
     if p.V.KEEP_FIRST_MAX:
         if block >= far_end:
-            o = rescaled(o, rescale)
+            o, o_beyond = both_rescaled(o, o_beyond, rescale, BEYOND)
     else:
-        o = rescaled(o, rescale)
-    return o
+        o, o_beyond = both_rescaled(o, o_beyond, rescale, BEYOND)
+    return o, o_beyond
+
+
+@gluon.jit
+def start_outputs(p, weights, stage, o, o_beyond):
+    """O += P V of a stage of the ring, in flight."""
+    BEYOND: gl.constexpr = columns_beyond(p.V.DV, p.V.BDV)
+    v = p.v.tiles.index(stage)
+    o = warpgroup_mma(weights, first_columns(v, BEYOND), o, is_async=True)
+    if BEYOND > 0:
+        weights = gl.convert_layout(weights, gl.DotOperandLayout(0, accumulator(BEYOND), 2), assert_trivial=True)
+        o_beyond = warpgroup_mma(weights, v.slice(2 * BEYOND, BEYOND, 1), o_beyond, is_async=True)
+    return o, o_beyond
 
 
 @gluon.jit
 def first_block(p, q, view, row_max, row_sum, count):
     """`Rows` after the block that the mask may cut, the last one."""
-    o = no_products(p.V.BDV)
+    BEYOND: gl.constexpr = columns_beyond(p.V.DV, p.V.BDV)
+    FIRST: gl.constexpr = 2 * BEYOND if BEYOND > 0 else p.V.BDV
+    o = no_products(FIRST)
+    o_beyond = count
+    if BEYOND > 0:
+        o_beyond = no_products(BEYOND)
     products = scores_of(p, q, count)
     release_k(p, view, ring_stage(p.k, count), view.end - 1)
     s = with_bias(p, view, scored(p, products, cap_of(p, products)), view.end - 1)
@@ -98,14 +128,16 @@ def first_block(p, q, view, row_max, row_sum, count):
         s = hide(p, s, view.position, view.end - 1, view.sk)
     peak = with_scores(p, first_peak(p, view.i0), products, s)
     p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
-    return Rows(o, as_weights(p32, o, p.q_desc.dtype), row_max, row_sum, rescale, peak)
+    return Rows(o, o_beyond, as_weights(p32, o, p.q_desc.dtype), row_max, row_sum, rescale, peak)
 
 
 @gluon.jit
 def advance(p, q, view, rows, count, block, far_end, W: gl.constexpr):
     """S of a block, O += P V of the one before it, then the softmax of this block under that matmul."""
     dtype: gl.constexpr = p.q_desc.dtype
+    BEYOND: gl.constexpr = columns_beyond(p.V.DV, p.V.BDV)
     o = rows.o
+    o_beyond = rows.o_beyond
     row_max = rows.row_max
     row_sum = rows.row_sum
     stage = ring_stage(p.k, count)
@@ -114,13 +146,13 @@ def advance(p, q, view, rows, count, block, far_end, W: gl.constexpr):
         wait_turn(p, W)
     s_token = start_scores(p, q, stage)
     if p.V.LATE_RESCALE:
-        o = rescaled_after(p, o, rows.rescale, block + 1, far_end)
+        o, o_beyond = rescaled_after(p, o, o_beyond, rows.rescale, block + 1, far_end)
     wait_full(p.v, count - 1)
-    o_token = warpgroup_mma(rows.weights, p.v.tiles.index(previous), o, is_async=True)
+    o_token, beyond_token = start_outputs(p, rows.weights, previous, o, o_beyond)
     if p.V.PINGPONG:
         hand_on_turn(p, W)
     peak = with_weights(p, rows.peak, rows.weights)
-    s = warpgroup_mma_wait(1, deps=[s_token])
+    s = warpgroup_mma_wait(2 if BEYOND > 0 else 1, deps=[s_token])
     release_k(p, view, stage, block)
     products = s
     rescale = gl.full([WM], 1.0, gl.float32, gl.SliceLayout(1, s.type.layout))
@@ -148,30 +180,50 @@ def advance(p, q, view, rows, count, block, far_end, W: gl.constexpr):
         new_weights = as_weights(p32, o, dtype)
     # the wait for the next K tile ends the basic block: without it ptxas hoists the wgmma wait above the softmax
     wait_full(p.k, count + 1, block > view.begin)
+    o_beyond = beyond_token
     if p.V.EARLY_P:
-        o, weights = warpgroup_mma_wait(0, deps=[o_token, new_weights])
+        if BEYOND > 0:
+            o, o_beyond, weights = warpgroup_mma_wait(0, deps=[o_token, beyond_token, new_weights])
+        else:
+            o, weights = warpgroup_mma_wait(0, deps=[o_token, new_weights])
     else:
-        o, p32 = warpgroup_mma_wait(0, deps=[o_token, p32])
+        if BEYOND > 0:
+            o, o_beyond, p32 = warpgroup_mma_wait(0, deps=[o_token, beyond_token, p32])
+        else:
+            o, p32 = warpgroup_mma_wait(0, deps=[o_token, p32])
         weights = as_weights(p32, o, dtype)
     release(p.v, previous)
     if not p.V.LATE_RESCALE:
-        o = rescaled_after(p, o, rescale, block, far_end)
-    return Rows(o, weights, row_max, row_sum, rescale, peak)
+        o, o_beyond = rescaled_after(p, o, o_beyond, rescale, block, far_end)
+    return Rows(o, o_beyond, weights, row_max, row_sum, rescale, peak)
+
+
+@gluon.jit
+def normalised(p, o, inverse):
+    """Sums of rows weighed by p, divided by the sums of p."""
+    inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout), assert_trivial=True), 1)
+    o = o * inverse
+    if p.V.MASKED:
+        # rows without a visible key: their sum is 0, and o may be 0 * inf
+        o = gl.where(inverse == INF, 0.0, o)
+    return o
 
 
 @gluon.jit
 def finish(p, rows, begin, far_end, count, turn, W: gl.constexpr):
     """O += P V of the first block, lse, and O on its way to global memory."""
+    BEYOND: gl.constexpr = columns_beyond(p.V.DV, p.V.BDV)
     o = rows.o
+    o_beyond = rows.o_beyond
     if p.V.LATE_RESCALE:
-        o = rescaled_after(p, o, rows.rescale, begin, far_end)
+        o, o_beyond = rescaled_after(p, o, o_beyond, rows.rescale, begin, far_end)
     if not p.V.SHARE_QO and not p.V.KEEP_FIRST_MAX:
         release_q(p, turn, W)
     elif p.V.GATE and p.V.SHARE_QO:
         load_gate(p, W, turn)
     last = ring_stage(p.v, count - 1)
     wait_full(p.v, count - 1)
-    o_token = warpgroup_mma(rows.weights, p.v.tiles.index(last), o, is_async=True)
+    o_token, beyond_token = start_outputs(p, rows.weights, last, o, o_beyond)
     peak = with_weights(p, rows.peak, rows.weights)
     total = row_totals(rows.row_sum, accumulator(p.V.BN))
     lse = lse_of(p, rows.row_max, total)
@@ -183,18 +235,21 @@ def finish(p, rows, begin, far_end, count, turn, W: gl.constexpr):
         release_q(p, turn, W)
     gl.store(p.lse_ptr + offset, gl.where(total == 0.0, -INF, lse), mask=keep)
     store_peaks(p, peak, rows.row_max, place.head, offset, keep)
-    inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, o.type.layout), assert_trivial=True)
-    inverse = gl.expand_dims(inverse, 1)
+    inverse = 1.0 / total
     if not p.V.GATE:
         # the store of the tile before has left the buffer
         tma.store_wait(0)
-    o = warpgroup_mma_wait(0, deps=[o_token])
+    if BEYOND > 0:
+        o, o_beyond = warpgroup_mma_wait(0, deps=[o_token, beyond_token])
+    else:
+        o = warpgroup_mma_wait(0, deps=[o_token])
     release(p.v, last)
-    o = o * inverse
-    if p.V.MASKED:
-        # rows without a visible key: total is 0, and o may be 0 * inf
-        o = gl.where(inverse == INF, 0.0, o)
-    o = write_o(p, o, turn, W)
+    if BEYOND > 0:
+        wait_gate(p, turn, W)
+        o = write_columns(p, normalised(p, o, inverse), 0, W)
+        o_beyond = write_columns(p, normalised(p, o_beyond, inverse), 2 * BEYOND, W)
+    else:
+        o = write_o(p, normalised(p, o, inverse), turn, W)
     if p.V.LOW_SHARED:
         p.buffers.low.index(W).store(low_half(p, o))
     fence_async_shared()
@@ -202,7 +257,9 @@ def finish(p, rows, begin, far_end, count, turn, W: gl.constexpr):
         store_rows(p, p.o_desc, place, p.buffers.o.index(W))
         if p.V.LOW_SHARED:
             store_rows(p, p.low_desc, place, p.buffers.low.index(W))
-        store_low(p, o, place)
+        store_low(p, o, 0, place)
+        if BEYOND > 0:
+            store_low(p, o_beyond, 2 * BEYOND, place)
     if p.V.SHARE_QO:
         tma.store_wait(0)
         release_q(p, turn, W)

@@ -23,7 +23,7 @@ from backlight.backends.hopper.forward import peaks as peak_ways
 from backlight.backends.hopper.forward.arguments import Extras, Mask, Scale, Terms, Variant
 from backlight.backends.hopper.forward.kernel import _fwd_kernel
 from backlight.backends.hopper.launch import Launch, descriptor, multiprocessors, readable, vector_fields
-from backlight.backends.hopper.primitives import LN2
+from backlight.backends.hopper.primitives import LN2, columns_beyond
 from backlight.backends.hopper.terms import cap_factor, single
 from backlight.backends.intervals.tiles import LiveTiles, Tiling, live_tiles
 from backlight.call import Call
@@ -69,9 +69,12 @@ def variant_of(launch: Launch, schedule: Schedule, save_u: bool, keeps_low: bool
     share = share_q_and_o(config, launch.bd, launch.bdv, intervals)
     assert not (share and config.q_buffers > 1), "O would overwrite the Q of the next tile"
     keep_first_max = config.keep_first_max and (call.spec.left is None or intervals > 0)
+    # of two tiles of O each writes its own columns
+    one_tile = columns_beyond(launch.dv, launch.bdv) == 0
     full_first = intervals > 0 and keep_first_max and call.spec.softcap is None
     return Variant(
         D=launch.d,
+        DV=launch.dv,
         BD=launch.bd,
         BDV=launch.bdv,
         BN=config.block_n,
@@ -97,7 +100,7 @@ def variant_of(launch: Launch, schedule: Schedule, save_u: bool, keeps_low: bool
         PLACES=places_of(launch, config, intervals),
         PEAKS=way_of_peaks(call, keep_first_max).value,
         LOW=launch.dv if keeps_low else 0,
-        LOW_SHARED=keeps_low and not share and low_in_memory(config, launch.bd, launch.bdv, intervals),
+        LOW_SHARED=keeps_low and one_tile and not share and low_in_memory(config, launch.bd, launch.bdv, intervals),
     )
 
 

@@ -91,10 +91,17 @@ def load_gate(p, W: gl.constexpr, turn):
 
 
 @gluon.jit
-def write_o(p, o, turn, W: gl.constexpr):
-    """O, gated, into the buffer that it leaves through; returned as it was before it was rounded."""
+def wait_gate(p, turn, W: gl.constexpr):
+    """Until the gate's tile has arrived, where there is one."""
     if p.V.GATE:
         mbarrier.wait(p.buffers.gate_full.index(W), turn & 1)
+
+
+@gluon.jit
+def write_o(p, o, turn, W: gl.constexpr):
+    """O, gated, into the buffer that it leaves through; returned as it was before it was rounded."""
+    wait_gate(p, turn, W)
+    if p.V.GATE:
         o = o * sigmoid(p.buffers.o.index(W).load(o.type.layout).to(gl.float32))
     p.buffers.o.index(W).store(o.to(p.q_desc.dtype))
     return o
@@ -108,17 +115,27 @@ def low_half(p, o):
 
 
 @gluon.jit
-def store_low(p, o, place):
-    """The low half of O from registers, where shared memory has no room."""
+def store_low(p, o, FIRST: gl.constexpr, place):
+    """The low half of columns of O from FIRST on, from registers, where shared memory has no room."""
     if p.V.LOW > 0 and not p.V.LOW_SHARED:
         rows = place.i0 + gl.arange(0, WM, gl.SliceLayout(1, o.type.layout))
-        columns = gl.expand_dims(gl.arange(0, p.V.BDV, gl.SliceLayout(0, o.type.layout)), 0)
+        columns = FIRST + gl.expand_dims(gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout)), 0)
         first = place.b.to(gl.int64) * p.low_stride_b + place.h.to(gl.int64) * p.low_stride_h
         row = gl.expand_dims(first + (place.q_start + rows).to(gl.int64) * p.low_stride_s, 1)
         seen = gl.expand_dims(rows < place.sq, 1)
         if p.V.LOW != p.V.BDV:
             seen = seen & (columns < p.V.LOW)
         gl.store(p.extras.low_ptr + row + columns, low_half(p, o), mask=seen)
+
+
+@gluon.jit
+def write_columns(p, o, FIRST: gl.constexpr, W: gl.constexpr):
+    """Columns of O from FIRST on, gated, into the buffer that it leaves through; returned as they were before."""
+    tile = p.buffers.o.index(W).slice(FIRST, o.shape[1], 1)
+    if p.V.GATE:
+        o = o * sigmoid(tile.load(o.type.layout).to(gl.float32))
+    tile.store(o.to(p.q_desc.dtype))
+    return o
 
 
 @gluon.jit

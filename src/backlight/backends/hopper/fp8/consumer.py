@@ -15,7 +15,7 @@ from backlight.backends.hopper.forward.ring import hand_on_turn, release, ring_s
 from backlight.backends.hopper.forward.scores import at_edge, hide
 from backlight.backends.hopper.forward.steps import first_head, next_head, release_q, store_rows
 from backlight.backends.hopper.forward.tiles import END, place_of, view_of
-from backlight.backends.hopper.primitives import INF, LN2, WM, log2_of_sum
+from backlight.backends.hopper.primitives import INF, LN2, WM, log2_of_sum, row_sum_layout
 
 # 2^8 times the weights: e4m3 reaches 448, and what is below 2^-14 of the maximum's power of two is rounded to less than 4 bits
 HEADROOM = gl.constexpr(8.0)
@@ -40,19 +40,6 @@ class Rows:
 def accumulator(columns):
     """The layout of a warpgroup's products [64, columns] of e4m3."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32])
-
-
-@gluon.constexpr_function
-def sums_layout(BN):
-    """[64, 8] sums of what each thread holds of products [64, BN]."""
-    registers = [[0, 0, 1], [8, 0, 0]]
-    column = 1
-    while column < BN // 8:
-        registers.append([0, column, 0])
-        column *= 2
-    lanes = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
-    warps = [[16, 0, 0], [32, 0, 0]]
-    return gl.SliceLayout(1, gl.DistributedLinearLayout(registers, lanes, warps, [], [64, BN // 8, 8]))
 
 
 @gluon.jit
@@ -126,7 +113,7 @@ def added(o, rescale, part):
 def first_scores(p, q, view, q_scale, kv_head, count):
     """`Rows` before the block that the mask may cut, the last one."""
     row_max = gl.full([WM], -INF, gl.float32, gl.SliceLayout(1, accumulator(p.V.BN)))
-    row_sum = gl.zeros([WM, 8], gl.float32, sums_layout(p.V.BN))
+    row_sum = gl.zeros([WM, 8], gl.float32, row_sum_layout(p.V.BN))
     factor = factor_of(p, q_scale, kv_head, view.end - 1)
     wait_full(p.k, count)
     s = warpgroup_mma_wait(0, deps=[start_scores(p, q, ring_stage(p.k, count))])

@@ -35,6 +35,8 @@ class Variant(NamedTuple):
     TQ: bool
     TK: bool
     TV: bool
+    # y and lse are known
+    KNOWN: bool
     # what the forward has besides
     QB: int = 1
     KEEP_FIRST_MAX: bool = False
@@ -48,7 +50,7 @@ class Buffers:
     """Shared memory of a CTA besides the rings of K and V, and its mbarriers.
 
     q, tq: rows of each warpgroup; y and ty leave through them. tk, tv: tiles beside those of the rings, in the same stages.
-    tile: published tiles.
+    tile: published tiles. y_full: y of a warpgroup's rows has come, where it is known.
     """
 
     q: gl.shared_memory_descriptor
@@ -58,6 +60,7 @@ class Buffers:
     tile: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
+    y_full: Maybe
 
 
 @arguments

@@ -6,9 +6,9 @@ s alone; p and g go from registers into three products. Registers: o, w, s, ts f
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from backlight.backends.hopper.compat import Maybe, arguments, warpgroup_mma_wait
+from backlight.backends.hopper.compat import Maybe, arguments, barrier, warpgroup_mma_wait
 from backlight.backends.hopper.forward.consumer import skip_blocks
 from backlight.backends.hopper.forward.ring import hand_on_turn, release, ring_stage, wait_full, wait_turn
 from backlight.backends.hopper.forward.scores import at_edge, hide, lse_of
@@ -25,8 +25,11 @@ from backlight.backends.hopper.forward.steps import (
 from backlight.backends.hopper.forward.tiles import END, place_of, view_of
 from backlight.backends.hopper.primitives import (
     INF,
+    LN2,
     WM,
     as_weights,
+    before,
+    load_tile,
     mma_over_columns,
     per_thread,
     pieces,
@@ -41,7 +44,8 @@ class Rows:
 
     o, w: sums of p v, and of g v + p tv. weights, moved: p and g of the last block, still to be multiplied. row_sum, e, e_cast:
     each thread's sums of p, of g, and of g as it is multiplied: what v has in common cancels exactly then. nu: what ts is
-    relative to, the mean of the first keys that a row meets.
+    relative to, the mean of the first keys that a row meets. Where y and lse are known, row_max is base-2 lse (+inf of rows
+    that see nothing), and o stands for nothing.
     """
 
     o: gl.tensor
@@ -127,7 +131,9 @@ def start_moves(p, q, tq, stage):
 def start_outputs(p, rows, stage):
     """o += p V and w += g V + p tV of a stage of the ring, in flight."""
     v = p.v.tiles.index(stage)
-    o = warpgroup_mma(rows.weights, v, rows.o, is_async=True)
+    o = rows.o
+    if not p.V.KNOWN:
+        o = warpgroup_mma(rows.weights, v, rows.o, is_async=True)
     w = rows.w
     if p.V.TV:
         w = warpgroup_mma(rows.weights, p.buffers.tv.index(stage), w, is_async=True)
@@ -137,11 +143,44 @@ def start_outputs(p, rows, stage):
 
 
 @gluon.jit
+def outputs(p, o_token, w_token, LATER: gl.constexpr):
+    """o and w, when no more than LATER products behind them are in flight."""
+    if p.V.KNOWN:
+        o = o_token
+        w = warpgroup_mma_wait(LATER, deps=[w_token])
+    else:
+        o, w = warpgroup_mma_wait(LATER, deps=[o_token, w_token])
+    return o, w
+
+
+@gluon.jit
 def mean_of_first(p, p32, ts, nu, row_max):
     """nu, of rows that have met no key before this block the mean of ts in it."""
     total = gl.sum(p32, 1)
     mean = gl.sum(p32 * ts, 1) * p.scale.unit / gl.where(total > 0.0, total, 1.0)
     return gl.where(row_max == -INF, mean, nu)
+
+
+@gluon.jit
+def mean_of_block(p, view, p32, ts, block):
+    """nu from a block whose weights may all be 0, hidden or beyond the range of fp32: then the plain mean of its keys."""
+    row_l: gl.constexpr = gl.SliceLayout(1, p32.type.layout)
+    columns = gl.arange(0, p.V.BN, gl.SliceLayout(0, p32.type.layout))
+    exists = before(gl.zeros([WM], gl.int32, row_l) + (view.sk - block * p.V.BN), columns)
+    weight = gl.where(exists, p32 + 2.0**-100, 0.0)
+    return gl.sum(weight * ts, 1) * p.scale.unit / gl.sum(weight, 1)
+
+
+@gluon.jit
+def known_weights(p, view, s, lse2, block, FIRST: gl.constexpr):
+    """p of a block where lse is known."""
+    if FIRST:
+        if p.V.MASKED:
+            s = hide(p, s, view.position, block, view.sk)
+    elif p.V.HAS_LEFT or p.V.HAS_RIGHT:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
+        if at_edge(view, block):
+            s = hide(p, s, view.position, block, view.sk)
+    return gl.exp2(s * p.scale.unit_log2 - gl.expand_dims(lse2, 1))
 
 
 @gluon.jit
@@ -200,33 +239,46 @@ def multiplied(p, o, factor):
 def gathered(p, view, p32, ts, rows, o, w, new_max, rescale, block, FIRST: gl.constexpr):
     """`Rows` with p and ts of a block in their sums."""
     dtype: gl.constexpr = p.q_desc.dtype
-    row_sum = beside(rows.row_sum, rescale) + thread_sums(p32, rows.row_sum)
-    weights = as_weights(p32, o, dtype)
+    row_sum = rows.row_sum
+    if not p.V.KNOWN:
+        row_sum = beside(rows.row_sum, rescale) + thread_sums(p32, rows.row_sum)
+    weights = as_weights(p32, w, dtype)
     nu = rows.nu
     e = rows.e
     e_cast = rows.e_cast
     moved = None
     if p.V.TQ or p.V.TK:
-        if FIRST:
+        if p.V.KNOWN:
+            if FIRST:
+                nu = mean_of_block(p, view, p32, ts, block)
+        elif FIRST:
             nu = mean_of_first(p, p32, ts, nu, rows.row_max)
         elif p.V.HAS_RIGHT:  # noqa: SIM102
             if block >= view.plain_end - 1:
                 nu = mean_of_first(p, p32, ts, nu, rows.row_max)
         g = p32 * (ts * p.scale.unit - gl.expand_dims(nu, 1))
-        e = beside(e, rescale) + thread_sums(g, e)
         g_cast = rounded(g, dtype)
-        e_cast = beside(e_cast, rescale) + thread_sums(widened(g_cast, dtype), e_cast)
-        moved = gl.convert_layout(g_cast, gl.DotOperandLayout(0, o.type.layout, 2), assert_trivial=True)
+        if not p.V.KNOWN:
+            e = beside(e, rescale)
+            e_cast = beside(e_cast, rescale)
+        e = e + thread_sums(g, e)
+        e_cast = e_cast + thread_sums(widened(g_cast, dtype), e_cast)
+        moved = gl.convert_layout(g_cast, gl.DotOperandLayout(0, w.type.layout, 2), assert_trivial=True)
     return Rows(o, w, weights, moved, new_max, row_sum, e, e_cast, nu)
 
 
 @gluon.jit
 def weigh(p, view, s, ts_token, rows, o, w, block, count, FIRST: gl.constexpr):
     """`Rows` after the softmax of a block whose ts is still in flight."""
-    p32, new_max, rescale = softmax(p, view, s, rows.row_max, block, FIRST)
-    if not FIRST:
-        o = multiplied(p, o, rescale)
-        w = multiplied(p, w, rescale)
+    new_max = rows.row_max
+    rescale = rows.row_max
+    if p.V.KNOWN:
+        p32 = known_weights(p, view, s, rows.row_max, block, FIRST)
+    else:
+        p32, new_max, rescale = softmax(p, view, s, rows.row_max, block, FIRST)
+        if not FIRST:
+            o = multiplied(p, o, rescale)
+            w = multiplied(p, w, rescale)
     # ends the basic block: without it ptxas hoists the wgmma wait above the softmax
     wait_full(p.v, count)
     ts = p32
@@ -237,21 +289,35 @@ def weigh(p, view, s, ts_token, rows, o, w, block, count, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def first_block(p, q, tq, view, count):
+def known_lse(p, view, head, row_l: gl.constexpr):
+    """Base-2 lse of a warpgroup's rows, +inf of rows that see nothing or do not exist."""
+    numbers = view.i0 + gl.arange(0, WM, row_l)
+    at = head.to(gl.int64) * p.sq + view.q_start + numbers
+    lse = gl.load(p.lse_ptr + at, mask=numbers < view.sq, other=-INF)
+    return gl.where(lse == -INF, INF, lse * (1.0 / LN2))
+
+
+@gluon.jit
+def first_block(p, q, tq, view, head, count):
     """`Rows` after the block that the mask may cut, the last one."""
     PIECES: gl.constexpr = groups(p.V.D, p.V.BD)
     row_l: gl.constexpr = gl.SliceLayout(1, accumulator(p.V.BN))
     nothing = gl.zeros([WM, 4], gl.float32, thread_sums_layout(p.V.BN))
-    o = no_products(p.V.BDV)
-    row_max = gl.full([WM], -INF, gl.float32, row_l)
+    w = no_products(p.V.BDV)
+    o = w
+    if p.V.KNOWN:
+        row_max = known_lse(p, view, head, row_l)
+        o = row_max
+    else:
+        row_max = gl.full([WM], -INF, gl.float32, row_l)
     nu = gl.zeros([WM], gl.float32, row_l)
     stage = ring_stage(p.k, count)
     wait_full(p.k, count)
     s_token = start_scores(p, q, stage)
     ts_token = start_moves(p, q, tq, stage)
     s = warpgroup_mma_wait(PIECES * (p.V.TQ + p.V.TK), deps=[s_token])
-    rows = Rows(o, o, o, None, row_max, nothing, nothing, nothing, nu)
-    return weigh(p, view, s, ts_token, rows, o, o, view.end - 1, count, True)
+    rows = Rows(o, w, w, None, row_max, nothing, nothing, nothing, nu)
+    return weigh(p, view, s, ts_token, rows, o, w, view.end - 1, count, True)
 
 
 @gluon.jit
@@ -266,9 +332,9 @@ def advance(p, q, tq, view, rows, count, block, W: gl.constexpr):
     if p.V.AHEAD:
         wait_full(p.k, count)
         s_token = start_scores(p, q, stage)
-        o, w = warpgroup_mma_wait(PIECES, deps=[o_token, w_token])
+        o, w = outputs(p, o_token, w_token, PIECES)
     else:
-        o, w = warpgroup_mma_wait(0, deps=[o_token, w_token])
+        o, w = outputs(p, o_token, w_token, 0)
         wait_full(p.k, count)
         s_token = start_scores(p, q, stage)
     release(p.v, previous)
@@ -317,6 +383,36 @@ def finish(p, rows, count, turn, W: gl.constexpr):
 
 
 @gluon.jit
+def finish_known(p, rows, count, turn, W: gl.constexpr):
+    """Outputs of the first block, the tangent of lse, ty on its way to global memory."""
+    last = ring_stage(p.v, count - 1)
+    _, w_token = start_outputs(p, rows, last)
+    s_l: gl.constexpr = accumulator(p.V.BN)
+    # all warps have done with Q: y comes there
+    barrier()
+    place = place_of(p, turn & 3, W)
+    full = p.buffers.y_full.index(W)
+    q = p.buffers.q.index(W)
+    mbarrier.expect(full, p.y_desc.block_type.nbytes)
+    load_tile(p.y_desc, place.b, place.h, place.q_start, place.sq, place.i0, full, q, p.V.VARLEN)
+    numbers = place.i0 + gl.arange(0, WM, rows.nu.type.layout)
+    at = place.head.to(gl.int64) * p.sq + place.q_start + numbers
+    tlse = gl.where(rows.row_max == INF, 0.0, rows.nu + row_totals(rows.e, s_l))
+    gl.store(p.tlse_ptr + at, tlse, mask=numbers < place.sq)
+    shift = row_totals(rows.e_cast, s_l)
+    w = warpgroup_mma_wait(0, deps=[w_token])
+    release(p.v, last)
+    shift = gl.expand_dims(gl.convert_layout(shift, gl.SliceLayout(1, w.type.layout), assert_trivial=True), 1)
+    mbarrier.wait(full, turn & 1)
+    ty = w - shift * q.load(w.type.layout).to(gl.float32)
+    p.buffers.tq.index(W).store(ty.to(p.q_desc.dtype))
+    fence_async_shared()
+    store_rows(p, p.ty_desc, place, p.buffers.tq.index(W))
+    tma.store_wait(0)
+    release_q(p, turn, W)
+
+
+@gluon.jit
 def consumer(p, W: gl.constexpr):
     s_l: gl.constexpr = accumulator(p.V.BN)
     if p.V.PINGPONG and W == p.V.NC - 1:
@@ -330,7 +426,7 @@ def consumer(p, W: gl.constexpr):
         view = view_of(p, head, turn & 3, W, gl.SliceLayout(1, s_l))
         if p.V.HAS_RIGHT:
             count = skip_blocks(p, view.tile_end - view.end, count, W)
-        rows = first_block(p, q, tq, view, count)
+        rows = first_block(p, q, tq, view, head, count)
         count += 1
         for j in range(view.end - 1 - view.begin):
             # in registers their places would be held over the loop
@@ -338,7 +434,10 @@ def consumer(p, W: gl.constexpr):
             tq = rematerialised(p.buffers.tq.index(W), count)
             rows = advance(p, q, tq, view, rows, count, view.end - 2 - j, W)
             count += 1
-        finish(p, rows, count, turn, W)
+        if p.V.KNOWN:
+            finish_known(p, rows, count, turn, W)
+        else:
+            finish(p, rows, count, turn, W)
         if p.V.HAS_LEFT:
             count = skip_blocks(p, view.begin - view.tile_begin, count, W)
         turn += 1

@@ -18,7 +18,7 @@ from backlight.call import Call
 NO_TERMS = Terms(None, None, None, None, None)
 
 
-def variant_of(launch: Launch, schedule: Schedule, given: tuple[bool, bool, bool]) -> Variant:
+def variant_of(launch: Launch, schedule: Schedule, given: tuple[bool, bool, bool], known: bool) -> Variant:
     config, flags = schedule.config, launch.flags
     even = not schedule.uneven and launch.sk % config.block_n == 0
     return Variant(
@@ -36,19 +36,31 @@ def variant_of(launch: Launch, schedule: Schedule, given: tuple[bool, bool, bool
         TQ=given[0],
         TK=given[1],
         TV=given[2],
+        KNOWN=known,
     )
 
 
 def tangent(
-    call: Call, tq: Tensor | None, tk: Tensor | None, tv: Tensor | None, choice: None = None
+    call: Call,
+    tq: Tensor | None,
+    tk: Tensor | None,
+    tv: Tensor | None,
+    y: Tensor | None = None,
+    lse: Tensor | None = None,
+    choice: None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, lse, ty, tlse) of a call that `why_not` accepts; there is no choice (`replayed` hands one on)."""
-    tq, tk, tv = (None if t is None else readable(t) for t in (tq, tk, tv))
-    launch = Launch(call, tq, tk, tv, choices="tangent")
-    y, ty = (launch.empty_rows(launch.dv, call.q.dtype) for _ in range(2))
-    lse, tlse = (torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device) for _ in range(2))
-    if y.numel() == 0 or launch.sk == 0:
-        return y.zero_(), lse.fill_(-torch.inf), ty.zero_(), tlse.zero_()
+    """(y, lse, ty, tlse) of a call that `why_not` accepts; y and lse may be known; there is no choice (for `replayed`)."""
+    tq, tk, tv, y = (None if t is None else readable(t) for t in (tq, tk, tv, y))
+    launch = Launch(call, tq, tk, tv, y, lse, choices="tangent")
+    known = y is not None
+    ty = launch.empty_rows(launch.dv, call.q.dtype)
+    tlse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
+    if y is None or lse is None:
+        y, lse = launch.empty_rows(launch.dv, call.q.dtype), torch.empty_like(tlse)
+        if y.numel() == 0 or launch.sk == 0:
+            return y.zero_(), lse.fill_(-torch.inf), ty.zero_(), tlse.zero_()
+    elif y.numel() == 0 or launch.sk == 0:
+        return y, lse, ty.zero_(), tlse.zero_()
     schedule = launch.once("tangent", lambda: Schedule.of(launch, tangent_config(call)))
     cu_q, cu_k, first_tiles, n_segments = launch.packing(call.cu_seqlens_q, schedule.config.block_m)
     counter = launch.counter(schedule.dynamic)
@@ -73,7 +85,7 @@ def tangent(
             scale_of(call),
             NO_TERMS,
         ]
-        constants = {"V": variant_of(launch, schedule, (tq is not None, tk is not None, tv is not None))}
+        constants = {"V": variant_of(launch, schedule, (tq is not None, tk is not None, tv is not None), known)}
         maxnreg = 168 if config.consumers == 2 else 128
         options = {"num_warps": 4, "maxnreg": maxnreg, **LATE_ADDRESSES, **OWN_REGISTERS}
         return {"grid": (schedule.programs,), "args": args, "constants": constants, **options}

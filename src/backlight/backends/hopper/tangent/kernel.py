@@ -3,6 +3,8 @@
 As the forward: one producer warp (producer.py) feeds NC consumer warpgroups of 64 rows each (consumer.py) through ST-stage
 rings, here of K and tK, and of V and tV; CTAs are persistent, key blocks run from right to left.
 
+Where y and lse are known (KNOWN), as under double backward, weights are normalised from the start, and y costs no product.
+
 Shared memory: Q and tQ [NC, 64, D], which y and ty leave through; K, tK, V and tV [ST, BN, D]. Parity: tests/hopper.
 """
 
@@ -35,7 +37,12 @@ def memory_of(dtype: gl.constexpr, V: gl.constexpr):
     if V.TV:
         tv = tiles_of(dtype, V.ST, V.BN, V.BDV)
     tile = gl.allocate_shared_memory(gl.int32, [4 * slot_size(V.INTERVALS), 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Buffers(q, tq, tk, tv, tile, barriers(NC, 1), barriers(NC, 1)), k, v
+    q_full = barriers(NC, 1)
+    q_empty = barriers(NC, 1)
+    y_full = None
+    if V.KNOWN:
+        y_full = barriers(NC, 1)
+    return Buffers(q, tq, tk, tv, tile, q_full, q_empty, y_full), k, v
 
 
 NUMBERS = ["dynamic", "n_segments", "n_tiles", "row_tiles", "together", "heads", "group", "sq", "sk", "left", "right"]

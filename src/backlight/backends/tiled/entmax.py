@@ -1,0 +1,228 @@
+"""alpha-entmax of the tiled backend: thresholds in a few sweeps over the keys, then o and u in a last one (eq. 80-92).
+
+The first sweep keeps a lower bound of each row's threshold (eq. 84), the next step to it (eq. 83, above alpha 1.5 eq. 81), the
+last multiplies v and makes one more step on the way (eq. 86). Scores come in base 2: z = gain * s2. In both directions weights
+follow from lse: u = 1 + gain * (s2 - lse2).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backlight.backends.tiled.config import Slab, Tile
+from backlight.backends.tiled.primitives import Block, Scores, add_product_, heads_of
+from backlight.call import Call
+from backlight.spec import LN2
+
+MOST_SWEEPS = 40
+# a step this small, in eps of the threshold, is rounding
+CLOSE = 8.0
+
+
+def power(u: Tensor, exponent: Tensor | float) -> Tensor:
+    """u ** exponent where u > 0; 0 elsewhere, with an exponent of 0 too."""
+    return torch.where(u > 0, u.pow(exponent), 0)
+
+
+@dataclass(slots=True)
+class Sums:
+    """Of one row each, [N, rows, 1]: F, W and W2 of eq. 80 and 83 at a threshold."""
+
+    f: Tensor
+    w: Tensor
+    w2: Tensor
+
+    def add_(self, part: slice, u: Tensor, e: Tensor) -> None:
+        for total, exponent in ((self.f, e), (self.w, e - 1), (self.w2, e - 2)):
+            total[:, part] += power(u, exponent).sum(dim=-1, keepdim=True)
+
+    def newton(self, e: Tensor) -> Tensor:
+        """Eq. 81: the step of the threshold; 0 where nothing weighs."""
+        return torch.where(self.w > 0, (self.f - power(self.f, 1 - 1 / e)) / self.w, 0)
+
+    def step(self, e: Tensor, room: Tensor) -> Tensor:
+        """Eq. 83, held within its bounds; room: how far the largest z lies above the threshold."""
+        newton = self.newton(e)
+        h, down = power(self.f, 1 / e), self.w * power(self.f, 1 / e - 1)
+        bend = (e - 1) * (self.w2 * power(self.f, 1 / e - 1) - self.w**2 * power(self.f, 1 / e - 2))
+        halley = 2 * (h - 1) * down / (2 * down**2 - (h - 1) * bend)
+        held = torch.minimum(torch.maximum(halley, newton), room * (1 - 1 / h))
+        # beyond alpha 1.5 W2 has no bound
+        usable = (e >= 2) & (h > 1) & torch.isfinite(held)
+        return torch.where(usable, held, newton)
+
+
+class Entmax:
+    """Thresholds and weights of a block's rows."""
+
+    def __init__(self, call: Call, slab: Slab):
+        assert call.entmax is not None
+        dtype = call.accumulator_dtype
+        self.alphas = heads_of(call.entmax, slab, call.group, dtype)
+        self.sinks = None if call.sink is None else heads_of(call.sink, slab, call.group, dtype)
+
+    def start(self, block: Block) -> None:
+        alpha = block.repeat_positions(self.alphas)
+        self.rate, self.gain, self.e = alpha - 1, (alpha - 1) * LN2, 1 / (alpha - 1)
+        self.kappa = None if self.sinks is None else block.repeat_positions(self.sinks)
+
+    @property
+    def sink(self) -> Tensor | None:
+        """z of the sink, -inf where it takes no part in a threshold: an infinite one is all there is."""
+        return None if self.kappa is None else (self.rate * self.kappa).masked_fill(self.kappa == math.inf, -math.inf)
+
+    # --- forward -------------------------------------------------------------------------------------------------------------
+
+    def forward(self, scores: Scores, v: Tensor, tiles: list[Tile]) -> tuple[Tensor, Tensor, Tensor]:
+        """(lse [N, rows, 1], o, u [N, rows, Dv]) of the started block."""
+        theta, largest = self._bound(scores, tiles)
+        for _ in range(MOST_SWEEPS):
+            sums = self._sums(scores, theta, tiles)
+            room = torch.where(theta > -math.inf, largest - theta, 0)
+            step = sums.step(self.e, room)
+            theta = theta + step
+            limit = CLOSE * torch.finfo(theta.dtype).eps * torch.nan_to_num(theta.abs(), posinf=0).clamp(min=1)
+            if bool((step.abs() <= limit).all()):
+                break
+        return self._last(scores, v, theta, tiles)
+
+    def _bound(self, scores: Scores, tiles: list[Tile]) -> tuple[Tensor, Tensor]:
+        """Eq. 84: a lower bound of the thresholds, and the largest z of each row."""
+        theta = scores.q.new_full((*scores.q.shape[:2], 1), -math.inf, dtype=scores.dtype)
+        line, slope = torch.zeros_like(theta), torch.zeros_like(theta)
+        largest = theta.clone()
+        if self.sink is not None:
+            # the first group of keys is the sink alone
+            largest.copy_(self.sink)
+            theta.copy_(self.sink - 1)
+            line = slope = (theta > -math.inf).to(theta.dtype)
+            slope = slope.clone()
+        for tile in tiles:
+            part = scores.block.part(tile)
+            e, z = self.e[:, part], scores.tile(tile).mul_(self.gain[:, part])
+            top = z.amax(dim=-1, keepdim=True)
+            largest[:, part] = torch.maximum(largest[:, part], top)
+            old = theta[:, part]
+            new = torch.maximum(old, top - 1)
+            seen, known = new > -math.inf, old > -math.inf
+            base = torch.where(seen, new, 0)
+            moved = torch.where(known, base - torch.where(known, old, 0), 0)
+            had, b = (line[:, part] - slope[:, part] * moved).clamp(min=0), slope[:, part]
+            u = z.sub_(base).clamp_(min=0)
+            h = power(power(u, e).sum(dim=-1, keepdim=True), 1 / e)
+            s = torch.where(h > 0, power(u, e - 1).sum(dim=-1, keepdim=True) / power(h, e - 1), 0)
+            t = torch.zeros_like(h)
+            for _ in range(2):
+                t = t + _sum_of(had - b * t, h - s * t, b, s, e).newton(e).clamp(min=0)
+            both = _sum_of(had - b * t, h - s * t, b, s, e)
+            theta[:, part] = torch.where(seen, base + t, -math.inf)
+            line[:, part] = power(both.f, 1 / e)
+            slope[:, part] = torch.where(both.f > 0, both.w / power(both.f, 1 - 1 / e), 0)
+        return theta, largest
+
+    def _sums(self, scores: Scores, theta: Tensor, tiles: list[Tile]) -> Sums:
+        sums = Sums(*(torch.zeros_like(theta) for _ in range(3)))
+        base = torch.where(theta > -math.inf, theta, 0)
+        for tile in tiles:
+            part = scores.block.part(tile)
+            sums.add_(part, scores.tile(tile).mul_(self.gain[:, part]).sub_(base[:, part]).clamp_(min=0), self.e[:, part])
+        if self.sink is not None:
+            sums.add_(slice(None), (self.sink - base).clamp(min=0), self.e)
+        return sums
+
+    def _last(self, scores: Scores, v: Tensor, theta: Tensor, tiles: list[Tile]) -> tuple[Tensor, Tensor, Tensor]:
+        """Eq. 86."""
+        o = v.new_zeros(*scores.q.shape[:2], v.shape[-1], dtype=scores.dtype)
+        u = torch.zeros_like(o)
+        sums = Sums(*(torch.zeros_like(theta) for _ in range(3)))
+        base = torch.where(theta > -math.inf, theta, 0)
+        for tile in tiles:
+            part, keys = scores.block.part(tile), v[:, tile.j0 : tile.j1]
+            above = scores.tile(tile).mul_(self.gain[:, part]).sub_(base[:, part]).clamp_(min=0)
+            e = self.e[:, part]
+            p, w = power(above, e), power(above, e - 1)
+            sums.f[:, part] += p.sum(dim=-1, keepdim=True)
+            sums.w[:, part] += w.sum(dim=-1, keepdim=True)
+            add_product_(o[:, part], p.to(v.dtype), keys)
+            add_product_(u[:, part], w.to(v.dtype), keys)
+        if self.sink is not None:
+            sums.add_(slice(None), (self.sink - base).clamp(min=0), self.e)
+        u.div_(sums.w.masked_fill(sums.w == 0, 1))
+        o.sub_(u * torch.where(sums.w > 0, sums.f - 1, 0))
+        lse = (theta + sums.newton(self.e) + 1) * self.e
+        if self.kappa is not None:
+            endless = self.kappa == math.inf
+            lse.masked_fill_(endless, math.inf)
+            o.masked_fill_(endless, 0)
+            u.masked_fill_(endless, 0)
+        return lse, o, u
+
+    # --- both directions -----------------------------------------------------------------------------------------------------
+
+    def above(self, s2: Tensor, lse2: Tensor, part: slice) -> Tensor:
+        """u of eq. 80 from base-2 scores, in their place."""
+        return s2.sub_(lse2[:, part]).mul_(self.gain[:, part]).add_(1).clamp_(min=0)
+
+    def weights(self, u: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """(p, w)."""
+        return power(u, self.e[:, part]), power(u, self.e[:, part] - 1)
+
+    # --- backward ------------------------------------------------------------------------------------------------------------
+
+    def sink_weights(self, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """(p, w) of the sink; an infinite one is all there is, or nothing."""
+        assert self.kappa is not None
+        u = (1 + self.rate * (self.kappa - lse)).clamp_(min=0).masked_fill_(lse == self.kappa, 1)
+        u.masked_fill_(lse == -math.inf, 0)
+        return power(u, self.e), power(u, self.e - 1)
+
+    def slope_sums(self, scores: Scores, lse: Tensor, lse2: Tensor, tiles: list[Tile]) -> Tensor:
+        """W of each row, 1 where nothing weighs: a sweep of its own, which only a gradient at lse needs (eq. 87)."""
+        total = torch.zeros_like(lse)
+        for tile in tiles:
+            part = scores.block.part(tile)
+            total[:, part] += self.weights(self.above(scores.tile(tile), lse2, part), part)[1].sum(dim=-1, keepdim=True)
+        if self.kappa is not None:
+            total += self.sink_weights(lse)[1]
+        return total.masked_fill_(total == 0, 1)
+
+
+def _sum_of(left: Tensor, right: Tensor, b: Tensor, s: Tensor, e: Tensor) -> Sums:
+    """F and W of two lines, held at 0 from below, with the slopes b and s."""
+    left, right = left.clamp(min=0), right.clamp(min=0)
+    return Sums(power(left, e) + power(right, e), power(left, e - 1) * b + power(right, e - 1) * s, torch.zeros_like(left))
+
+
+class ByAlpha:
+    """The gradient by alpha of a block's rows (eq. 89), summed in the tile loop: from rounded o and u it would be off by
+    percents."""
+
+    def __init__(self, entmax: Entmax):
+        self.entmax = entmax
+        self.of_keys, self.entropy, self.slopes, self.moved = (torch.zeros_like(entmax.e) for _ in range(4))
+
+    def add_(self, u: Tensor, weights: tuple[Tensor, Tensor], dp: Tensor, part: slice) -> None:
+        (p, w), e = weights, self.entmax.e[:, part]
+        # p ln p
+        own = torch.xlogy(p, u) * e
+        self.of_keys[:, part] += ((p * e - own) * dp).sum(dim=-1, keepdim=True)
+        self.entropy[:, part] += own.sum(dim=-1, keepdim=True)
+        self.slopes[:, part] += w.sum(dim=-1, keepdim=True)
+        self.moved[:, part] += (w * dp).sum(dim=-1, keepdim=True)
+
+    def rows(self, lse: Tensor, dlse: Tensor | None) -> Tensor:
+        """[N, rows, 1]; dlse is 0 where there is no lse."""
+        e = self.entmax.e
+        entropy, slopes = self.entropy, self.slopes
+        if self.entmax.kappa is not None:
+            p0, w0 = self.entmax.sink_weights(lse)
+            entropy, slopes = entropy + torch.xlogy(p0, p0), slopes + w0
+        eta = torch.where(slopes > 0, (e - entropy) / slopes, 0)
+        found = self.of_keys - eta * self.moved
+        if dlse is not None:
+            found = found - torch.where(slopes > 0, dlse * (e - eta), 0)
+        return e * found

@@ -1,0 +1,85 @@
+"""The Triton kernels of entmax in Triton's interpreter: thresholds, live tiles that are skipped, and every gradient."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+
+from contextlib import ExitStack
+
+from backlight.backends.triton import BACKEND
+from backlight.backends.triton.config import KernelConfig
+from backlight.backends.triton.launch import Launch
+from backlight.backends.triton.live import sweep
+from backlight.config import override
+from cases import Case, Problem, case_id
+from gate import judge, measure
+
+SMALL = {"b": 1, "hq": 2, "hkv": 1, "sq": 40, "sk": 40, "d": 8}
+CASES = (
+    Case("1.5", causal=True, entmax=1.5, **SMALL),
+    Case("2,sink,dlse", causal=True, entmax=2.0, sink=True, dlse=True, **SMALL),
+    Case("learned", entmax=(1.5, 1.8), dlse=True, **SMALL),
+    Case("learned,1.05", entmax=(1.05, 1.25), causal=True, gate=True, **SMALL),
+    Case("1.25,everything", entmax=1.25, causal=True, softcap=2.0, bias=24, sink=True, gate=True, dlse=True, **SMALL),
+    Case("packed", entmax=(1.5, 1.3), lengths_q=(9, 0, 21), lengths_k=(14, 3, 20), causal=True, d=8, bias=9, dlse=True),
+    Case("mask", entmax=1.5, mask="two runs", dlse=True, **SMALL),
+    Case("rows without keys", entmax=1.5, causal=True, dlse=True, **{**SMALL, "sk": 12}),
+    Case("sink,infinite", entmax=(1.5, 2.0), sink=(float("inf"), float("-inf")), dlse=True, **SMALL),
+    Case("pair", entmax=1.5, pair_bias=("heads", "rows"), causal=True, **{**SMALL, "b": 2}),
+    Case("pair,own", entmax=1.5, pair_bias=("batch", "heads", "rows"), **{**SMALL, "hkv": 2}),
+    Case("pair,keys", entmax=1.5, pair_bias=("batch",), **SMALL),
+    Case("sk=0", entmax=1.5, sink=True, dlse=True, **{**SMALL, "sk": 0}),
+)
+
+
+def outcome(problem: Problem) -> dict[str, torch.Tensor]:
+    """Of the backend itself: numbers stay compiled in, where the public call would be given a leaf."""
+    call, dlse = problem.call, problem.dlse
+    y, lse, u, _ = BACKEND.forward(call, True)
+    return {"y": y, "lse": lse} | BACKEND.backward(call, y, lse, u, problem.dy, dlse, frozenset(call.gradients))
+
+
+def verdict_of(case: Case, dtype: torch.dtype) -> object:
+    problem = case.make(dtype)
+    yardsticks = measure(problem.call, problem.dy, problem.dlse)
+    return judge(problem.call, problem.dy, problem.dlse, outcome(problem), yardsticks)
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_fp32(case: Case) -> None:
+    verdict = verdict_of(case, torch.float32)
+    assert verdict.ok, f"{case.name}\n{verdict}"
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=case_id)
+def test_fp16(case: Case) -> None:
+    verdict = verdict_of(case, torch.float16)
+    assert verdict.ok, f"{case.name}\n{verdict}"
+
+
+# scores so far apart that most tiles are dead; tiles of the kernels differ from those in which life is counted
+DEAD = Case("dead tiles", b=1, hq=2, hkv=1, sq=96, sk=96, d=8, causal=True, logits=12.0, entmax=1.5)
+TILES = {"entmax": (16, 16), "live": (32, 16), "dq": (16, 32), "dkdv": (64, 16)}
+
+
+def test_dead_tiles_are_left_out() -> None:
+    problem = DEAD.make(torch.float32)
+    with ExitStack() as stack:
+        for kernel, (rows, keys) in TILES.items():
+            stack.enter_context(override(f"triton.{kernel}", KernelConfig(rows, keys, 4, 1)))
+        yardsticks = measure(problem.call, problem.dy, problem.dlse)
+        verdict = judge(problem.call, problem.dy, problem.dlse, outcome(problem), yardsticks)
+        assert verdict.ok, f"{verdict}"
+        launch = Launch(problem.call)
+        sweep(launch, yardsticks.truth.lse.float(), None, None, wants_slopes=False)
+    live = launch.live.tiles
+    assert live.shape == (2, 3, 6)
+    visited = torch.ones(96, 96).tril().unflatten(0, (3, 32)).unflatten(2, (6, 16)).amax(dim=(1, 3))
+    assert 0 < int(live.sum()) < 2 * int(visited.sum())

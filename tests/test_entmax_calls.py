@@ -1,0 +1,121 @@
+"""Entmax around the call: what transforms it, shards it or differentiates it on takes it, or refuses in a sentence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import backlight
+from backlight.api import call_of
+from backlight.distributed import simulated_attention
+from backlight.operators import pack, unpack
+from backlight.registry import get, why_not
+
+F64 = torch.float64
+
+
+def inputs() -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    return tuple(torch.randn(3, 1, 2, 8, 4, dtype=F64))
+
+
+def test_a_number_is_told_to_kernels_and_crosses_operators() -> None:
+    q, k, v = inputs()
+    call = call_of(q, k, v, entmax=1.5)
+    assert call.spec.alpha == 1.5
+    assert call.entmax is not None
+    assert call.entmax.tolist() == [1.5, 1.5]
+    assert unpack(pack(call, None))[0].spec == call.spec
+    assert call_of(q, k, v, entmax=torch.full((2,), 1.5)).spec.alpha is None
+    assert call_of(q, k, v, entmax=1).spec == backlight.AttentionSpec()
+    with pytest.raises(TypeError, match="alpha is no keyword of a call: entmax takes it"):
+        backlight.explain(q, k, v, alpha=1.5)
+    assert call_of(q, k, v, entmax=2).layout != call_of(q, k, v, entmax=1.5).layout
+
+
+def test_five_axes_and_packed_heads() -> None:
+    q, k, v = inputs()
+    wanted = backlight.attention(q, k, v, entmax=1.3)
+    assert torch.equal(backlight.attention(q[None], k[None], v[None], entmax=1.3)[0], wanted)
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    y = backlight.attention_varlen(*packed, torch.tensor([0, 8]), entmax=1.3)
+    assert torch.allclose(y.transpose(0, 1)[None], wanted, atol=1e-13)
+
+
+def test_vmap_over_alpha() -> None:
+    q, k, v = inputs()
+    alphas = torch.tensor([[1.2, 1.5], [2.0, 1.7]], dtype=F64)
+    found = torch.func.vmap(lambda a: backlight.attention(q, k, v, entmax=a))(alphas)
+    for y, alpha in zip(found, alphas, strict=True):
+        assert torch.allclose(y, backlight.attention(q, k, v, entmax=alpha), atol=1e-13)
+
+
+def test_functional_gradients() -> None:
+    q, k, v = inputs()
+    alphas = torch.tensor([1.2, 1.6], dtype=F64)
+    found = torch.func.grad(lambda a: backlight.attention(q, k, v, entmax=a).square().sum())(alphas)
+    learned = alphas.clone().requires_grad_()
+    backlight.attention(q, k, v, entmax=learned).square().sum().backward()
+    assert torch.allclose(found, learned.grad, atol=1e-12)
+
+
+def test_checkpoints_and_operators_agree() -> None:
+    """Operators keep u as the direct path does."""
+    q, k, v = (x.requires_grad_() for x in inputs())
+    with torch.autograd.graph.save_on_cpu():
+        y = backlight.attention(q, k, v, causal=True, entmax=1.5)
+    (dq,) = torch.autograd.grad(y.square().sum(), q)
+    z = torch.utils.checkpoint.checkpoint(
+        lambda q: backlight.attention(q, k, v, causal=True, entmax=1.5), q, use_reentrant=False
+    )
+    assert torch.equal(torch.autograd.grad(z.square().sum(), q)[0], dq)
+
+
+def test_tangents_and_second_derivatives_refuse() -> None:
+    q, k, v = inputs()
+    with pytest.raises(backlight.Unsupported, match="tiled: has no forward-mode derivative with entmax"):
+        torch.func.jvp(lambda q: backlight.attention(q, k, v, entmax=1.5), (q,), (q,))
+    q.requires_grad_()
+    y = backlight.attention(q, k, v, entmax=1.5)
+    (dq,) = torch.autograd.grad(y.square().sum(), q, create_graph=True)
+    with pytest.raises(backlight.Unsupported, match="tiled: has no forward-mode derivative with entmax"):
+        torch.autograd.grad(dq.square().sum(), q)
+
+
+def test_attention_jvp_refuses() -> None:
+    q, k, v = inputs()
+    with pytest.raises((TypeError, backlight.Unsupported), match="entmax"):
+        backlight.attention_jvp(q, k, v, q, None, None, entmax=1.5)
+
+
+def test_context_parallel() -> None:
+    """Heads may be traded; a row needs all of its keys in one place."""
+    q, k, v = inputs()
+    alphas = torch.tensor([1.3, 1.8], dtype=F64)
+    wanted = backlight.attention(q, k, v, causal=True, entmax=alphas)
+    found = simulated_attention(q, k, v, causal=True, entmax=alphas, world=2, strategy="all_to_all")
+    assert torch.allclose(found[0] if isinstance(found, tuple) else found, wanted, atol=1e-12)
+    with pytest.raises(
+        NotImplementedError, match="strategy must be all_to_all for a call with entmax, which ring does not take"
+    ):
+        simulated_attention(q, k, v, causal=True, entmax=alphas, world=2, strategy="ring")
+
+
+def test_hopper_does_not_declare_it() -> None:
+    q, k, v = (x.bfloat16() for x in inputs())
+    hopper = get("hopper")
+    assert "entmax" not in hopper.takes
+    assert why_not(hopper, call_of(q, k, v, entmax=1.5))
+
+
+def test_compiled_in_one_graph() -> None:
+    q, k, v = (x.float().requires_grad_() for x in inputs())
+    alphas = torch.tensor([1.3, 1.8], requires_grad=True)
+
+    def loss(q: torch.Tensor, alphas: torch.Tensor) -> torch.Tensor:
+        return (backlight.attention(q, k, v, entmax=alphas) + backlight.attention(q, k, v, entmax=1.5)).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    wanted = torch.autograd.grad(loss(q, alphas), (q, alphas))
+    for found, want in zip(torch.autograd.grad(compiled(q, alphas), (q, alphas)), wanted, strict=True):
+        assert torch.allclose(found, want, atol=1e-5)
