@@ -129,7 +129,6 @@ INTERFACES = (
             ],
             "cu_seq_lens_q": [(numbers(0, 5), "(2, 4, 5, 8)"), ([0, 5], "[0, 5]")],
             "cu_seq_lens_k": [(numbers(0, 5), "(2,)")],
-            "output_attentions": [(True, "output_attentions")],
             "cache": [({}, "{}")],
         },
         # the call's own names; a batch with borders is found at query; a mask or dropout may be right and without equivalent

@@ -70,7 +70,6 @@ LATER = (
     "tests/nn/test_transforms.py::test_compiled_packed_for_every_set_of_lengths",
     "tests/nn/test_transforms.py::test_fsdp2_takes_the_same_steps",
     "tests/test_demo.py::test_the_seed_decides_everything",
-    "tests/test_derivatives.py::test_compiled_second_values",
     "tests/test_entmax_calls.py::test_compiled_in_one_graph",
     "tests/test_private.py::test_without_a_name[None]",
     "tests/test_readme.py::test_example_runs[cudnn_do_strides]",

@@ -166,7 +166,9 @@ def test_i11_gradient_through_lse_alone(problem: Problem) -> None:
     for name in ("dv", "dtau", "dgate"):
         assert not trace[name].any(), name
     spec = call.spec.replace(tau=False, gate=False)
-    mean_key = Call(spec, call.q, call.k, call.k, call.bias, call.sink, None, None, call.pair_bias, *counting_tensors(call))
+    mean_key = Call(
+        spec, call.q, call.k, call.k, call.bias, call.sink, None, None, call.pair_bias, call.entmax, *counting_tensors(call)
+    )
     n = per_row(call)
     dlse = problem.dlse.masked_fill((n == 0)[:, None], 0)
     close(trace.dq, call.scale * dlse[..., None] * oracle(mean_key, keep=["o"]).o)
@@ -226,7 +228,9 @@ def test_sink_after_the_fact(problem: Problem) -> None:
     call = problem.call
     spec = call.spec.replace(sink=False)
     without = oracle(
-        Call(spec, call.q, call.k, call.v, call.bias, None, None, call.gate, call.pair_bias, *counting_tensors(call))
+        Call(
+            spec, call.q, call.k, call.v, call.bias, None, None, call.gate, call.pair_bias, call.entmax, *counting_tensors(call)
+        )
     )
     trace, sink = oracle(call), call.sink[:, None]
     close(trace.lse, torch.logaddexp(without.lse, sink.expand_as(without.lse)))

@@ -58,12 +58,14 @@ def test_a_call_is_cut_along_all_its_axes() -> None:
         "tau": (2,),
         "gate": (1, 2, 5, 6),
         "pair_bias": (1, 2, 5, 7),
+        "entmax": (2,),
     }
     assert (part.rows.shape, part.pos.shape) == ((1, 2, 4, 7), (1, 5))
 
 
 def test_shapes_are_told_as_the_table_has_them() -> None:
     learned = {"bias": "[Hq, n]", "sink": "[Hq]", "tau": "[Hq]", "gate": "[B, Hq, Sq, Dv]", "pair_bias": "[B, Hq, Sq, Sk]"}
+    learned["entmax"] = "[Hq]"
     assert learned | {"rows": "[B, Hq, 2 or 4, Sk]", "pos": "[B, Sq]"} == SHAPES
 
 

@@ -1,10 +1,9 @@
-"""The public call: `attention`, `attention_varlen`, `explain`."""
+"""The public calls: `attention`, `attention_varlen`; `explain` comes from `explaining`."""
 
 from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
@@ -12,11 +11,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from backlight import direct, operators, registry
-from backlight.arguments import shown
-from backlight.binding import Tensors, Window, alphas_of, bind, bind_like_before, flattened, mask_tensors, tensors_given
-from backlight.call import Call
+from backlight import direct, operators
+from backlight.binding import Tensors, Window, alphas_of, bind, bind_like_before, flattened, mask_tensors
 from backlight.contexts import Context, blocks, innermost
+from backlight.explaining import Explanation, call_of, check_backend, check_flags, explain
 from backlight.spec import LEARNED
 
 if TYPE_CHECKING:
@@ -25,9 +23,7 @@ else:
     # masks are loaded when somebody makes one, or asks for the type of `mask`
     backlight = sys.modules[__package__]
 
-# of the tiles that `explain` counts
-TILE = (128, 128)
-
+__all__ = ["Explanation", "Options", "attention", "attention_varlen", "call_of", "check_backend", "explain"]
 
 # "batch": a sequence gives the same bits whatever else is in the call, too
 Deterministic = bool | Literal["batch"] | None
@@ -325,7 +321,7 @@ def _attend(
     mask: whose tensors are among these, of a call that is not packed. trusted: see `Call`.
     """
     if type(return_lse) is not bool or type(options["max_logit"]) is not bool:
-        _check_flags(return_lse, options["max_logit"])
+        check_flags(return_lse, options["max_logit"])
     if not packed and isinstance(tensors[0], Tensor) and tensors[0].dim() == 5:
         return _attend_grid(tensors, options, return_lse, backend, context, mask)
     if context is not None or blocks:
@@ -405,137 +401,3 @@ def _attend_packed(tensors: Tensors, options: dict[str, Any], return_lse: bool, 
     with torch.no_grad():
         call = bind_like_before(tensors, options, True, backend, trusted)
     return direct.attention(call, backend, return_lse, packed=tensors[: len(LEARNED)])
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Which backend would run a call, with which configuration, and why not the others.
-
-    tiles: with a mask, the shares of tiles of `TILE` rows and keys that are empty (left out), full (not masked) and partial.
-    documents: with a mask of documents that knows their lengths, whether the call runs packed, and why.
-    order: with deterministic="batch", by what the order of sums is kept apart from the rest of the batch.
-    """
-
-    chosen: str | None
-    config: object
-    reasons: dict[str, tuple[str, ...]]
-    tiles: tuple[float, float, float] | None = None
-    documents: str | None = None
-    order: str | None = None
-
-    def __str__(self) -> str:
-        lines = []
-        for name, why in self.reasons.items():
-            if name == self.chosen:
-                lines.append(f"{name}: runs this call with {self.config}")
-            elif why:
-                lines += [f"{name}: {reason}" for reason in why]
-            else:
-                lines.append(f"{name}: could run this call; an earlier backend is preferred")
-        if self.tiles is not None:
-            empty, full, partial = (f"{share:.0%}" for share in self.tiles)
-            lines.append(f"mask: of tiles of {TILE[0]} x {TILE[1]}, {empty} are empty, {full} full and {partial} partial")
-        if self.documents is not None:
-            lines.append(f"mask: {self.documents}")
-        if self.order is not None:
-            lines.append(f'deterministic="batch": {self.order}')
-        return "\n".join(lines)
-
-
-def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    *,
-    backend: str | None = None,
-    context: Context | None = None,
-    return_lse: bool = False,
-    return_max_logit: bool = False,
-    **options: Any,
-) -> Explanation:
-    """What `attention` (or, with cu_seqlens_q, `attention_varlen`) would do with the same arguments; computes nothing, but
-    reads a mask, if there is one.
-
-    Under a context (`backlight.distributed.context_parallel`): what this rank would do with its blocks; nothing is sent.
-    """
-    _check_flags(return_lse, return_max_logit)
-    check_backend(backend)
-    bound = _binding(q, k, v, cu_seqlens_q, cu_seqlens_k, options | {"max_logit": return_max_logit})
-    context, tiles, said = innermost(context), None, None
-    if context is None:
-        call = bound()
-        tiles = None if call.rows is None or call.rows.is_meta else _tile_shares(call)
-        call, said = _as_documents(options.get("mask"), bound, backend, call)
-        reasons = registry.refusals(call)
-    else:
-        call, reasons = context.explain(partial(bound, sharded=True), backend)
-    wanted = reasons if backend is None else {backend: reasons[backend]}
-    chosen = next((name for name, why in wanted.items() if not why), None)
-    config = None if chosen is None else registry.get(chosen).config(call)
-    order = registry.get(chosen).order if chosen is not None and call.batch_invariant else None
-    return Explanation(chosen, config, reasons, tiles, said, order)
-
-
-def _as_documents(
-    mask: backlight.mask.Mask | None, bound: partial[Call], backend: str | None, call: Call
-) -> tuple[Call, str | None]:
-    """The call that runs, and a sentence about it where the mask knows the lengths of documents."""
-    if mask is None or mask.borders is None:
-        return call, None
-    documents = _documents()
-    tensors, options, packed = bound.args
-    reason = documents.against(mask, tensors, packed, backend, call.batch_invariant)
-    if reason is not None:
-        return call, f"documents of known lengths run by their intervals, not packed, because {reason}"
-    tensors, options, packed = documents.as_packed(mask, tensors, {"causal": False} | options)
-    found = bind(tensors, options, packed, trusted=True)
-    return found, "documents of known lengths run packed, as attention_varlen does: tiles begin at their borders"
-
-
-def _tile_shares(call: Call) -> tuple[float, float, float]:
-    from backlight import intervals
-
-    return intervals.tile_shares(call, TILE)
-
-
-def call_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    *,
-    backend: str | None = None,
-    **options: Any,
-) -> Call:
-    """The call that `attention` or, with cu_seqlens_q, `attention_varlen` makes of these arguments, checked."""
-    check_backend(backend)
-    bound = _binding(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
-    if innermost(None) is not None:
-        raise ValueError("this call is one rank's shard of a longer sequence (context_parallel); leave the block first")
-    return bound()
-
-
-def _binding(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, options: dict[str, Any]) -> partial[Call]:
-    """Makes the call of these arguments; terms stand among the options."""
-    if cu_seqlens_q is None and cu_seqlens_k is not None:
-        raise TypeError("cu_seqlens_q must be given with cu_seqlens_k, got None")
-    options = dict(options)
-    tensors = tensors_given(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
-    if cu_seqlens_q is None and isinstance(q, Tensor) and q.dim() == 5:
-        tensors, _ = flattened(tensors)
-    return partial(bind, tensors, options, cu_seqlens_q is not None)
-
-
-def _check_flags(return_lse: Any, return_max_logit: Any) -> None:
-    for name, value in (("return_lse", return_lse), ("return_max_logit", return_max_logit)):
-        if value is not True and value is not False:
-            # NumPy's bool is called bool too: the module tells them apart
-            raise TypeError(f"{name} must be a bool, got {type(value).__module__}.{type(value).__name__}")
-
-
-def check_backend(backend: str | None) -> None:
-    if backend is not None and not (isinstance(backend, str) and backend in registry.names()):
-        raise ValueError(f"backend must be one of {', '.join(registry.names())} or None, got {shown(backend)}")

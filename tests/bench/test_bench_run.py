@@ -365,7 +365,8 @@ def test_compare_names_regressions_and_exits_with_1(tmp_path: Path) -> None:
     [
         (
             ["nothing"],
-            "no suite is called 'nothing'; there are plain, variants, terms, masks, pair, cpu, smoke, memory, overhead",
+            "no suite is called 'nothing'; there are plain, every, variants, terms, masks, entmax, pair, cpu, smoke, memory, "
+            "overhead",
         ),
         (["smoke", "--contenders", "nobody"], "no contender is called 'nobody'"),
         (["smoke", "--device", "abacus"], "--device must be auto or a torch device"),

@@ -78,3 +78,17 @@ def test_double_backward_on_hopper() -> None:
     assert f"it takes {ms64:.1f} and {ms128:.1f} ms, {causal64} and {causal128} times our backward" in text
     assert f"{found['full', '64'][1]} and {found['full', '128'][1]} times without a mask" in text
     assert f"run at {rates['64']} TFLOP/s, at D = 128 at {rates['128']}" in text
+
+
+def test_others_and_another_triton() -> None:
+    text = page("derivatives.md")
+    peers = (DOCS / "data" / "jvp-peers-h200.txt").read_text()
+    full, causal = (line for line in peers.splitlines() if line.startswith("D"))
+    ours, rcm, other = (float(re.findall(rf"  {name} ([\d.]+)", full)[0]) for name in ("jvp", "rcm", "jvp_flash_attention"))
+    assert f"NVlabs/rcm takes {rcm:.2f} ms without a mask where ours takes {ours:.2f}" in text
+    ours, slow = (float(re.findall(rf"  {name} ([\d.]+)", causal)[0]) for name in ("jvp", "jvp_flash_attention"))
+    assert f"jvp_flash_attention takes {other:.1f} ms, and causal {slow:.2f} ms where ours takes {ours:.2f}" in text
+    newer = (DOCS / "data" / "jvp-triton39-h200.txt").read_text()
+    narrow, wide = ([float(x) for x in re.findall(rf"D +{d} \w+ .*?jvp .*?ratio ([\d.]+)", newer)] for d in (64, 128))
+    assert f"{min(narrow):.1f} to {max(narrow):.1f} times our forward at D = 64" in text
+    assert f"and {min(wide):.1f} to {max(wide):.1f} times at D = 128" in text

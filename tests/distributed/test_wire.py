@@ -95,8 +95,8 @@ def test_learned_gradients_summed_or_left_alone(strategy: str) -> None:
         return list(torch.autograd.grad(y.square().sum(), list(terms.values())))
 
     summed, shares = (simulate(2, partial(gradients, whole)) for whole in (True, False))
-    # a pair bias does not go with tau: tests/pair_bias
-    assert len(summed[0]) == len(SHARED) - 1
+    # neither a pair bias nor entmax goes with tau: tests/pair_bias, tests/test_entmax_calls.py
+    assert len(summed[0]) == len(SHARED) - 2
     for first, second, one, other in zip(*summed, *shares, strict=True):
         assert torch.equal(first, second)
         torch.testing.assert_close(one + other, first)

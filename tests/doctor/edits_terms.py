@@ -1,8 +1,8 @@
-"""How to break the terms of the tiled backend, pair biases and tangents among them (see `edits`)."""
+"""How to break the terms of the tiled backend, pair biases, entmax and tangents among them (see `edits`)."""
 
 from __future__ import annotations
 
-from edit import BACKWARD, DBIAS, DELTA, DS, READ_LSE, TILES, Edit, after, backward, forward, lost_from, tangent
+from edit import BACKWARD, DBIAS, DELTA, DS, FORWARD, READ_LSE, TILES, Edit, after, backward, forward, lost_from, tangent
 
 DTAU = 'add_heads_(sums["dtau"], slab, group, block.sum_positions(mean))'
 SINK_WEIGHT = "sink_weight(kappa, lse) * delta"
@@ -106,6 +106,43 @@ PAIRS: dict[str, list[Edit]] = {
         ),
         backward(TILES, ALL_TILES),
     ],
+}
+
+
+def of_entmax(old: str, new: str) -> Edit:
+    return Edit("entmax", old, new, FORWARD)
+
+
+# from 1 below the largest score by plain Newton steps, as few as the loop is given
+BOUND = "theta, largest = self._bound(scores, tiles)"
+FROM_THE_TOP = [
+    of_entmax(BOUND, after(BOUND, "theta = largest - 1")),
+    of_entmax("step = sums.step(self.e, room)", "step = sums.newton(self.e)"),
+    of_entmax("range(MOST_SWEEPS)", "range(1)"),
+]
+LAST, LAST_LSE = "return self._last(scores, v, theta, tiles)", "theta + sums.newton(self.e) + 1"
+UNMOVED_O = of_entmax("o.sub_(u * torch.where(sums.w > 0, sums.f - 1, 0))", "pass")
+ABOVE = "above = entmax.above(scores.tile(tile), lse2, part)"
+# alpha = 2 without a mask: the threshold of the largest k - 1
+FEWER = (
+    "z = torch.cat([scores.tile(tile).mul(self.gain) for tile in tiles], dim=-1)",
+    "k = ((z > theta).sum(dim=-1, keepdim=True) - 1).clamp(min=1)",
+    "theta = (z.sort(dim=-1, descending=True).values.cumsum(dim=-1).gather(-1, k - 1) - 1) / k",
+)
+
+ENTMAX: dict[str, list[Edit]] = {
+    "entmax-not-converged": [*FROM_THE_TOP, UNMOVED_O, of_entmax(LAST_LSE, "theta + 1")],
+    "entmax-support": [of_entmax(LAST, after(*FEWER, LAST)), UNMOVED_O, of_entmax(LAST_LSE, "theta + 1")],
+    "entmax-last-step": [*FROM_THE_TOP, UNMOVED_O],
+    "entmax-delta": [backward("delta = (do * block.rows_of(incoming.u))", "delta = (block.rows_of(incoming.dy) * y)")],
+    "entmax-dead-tile": [
+        backward(
+            ABOVE,
+            f"{ABOVE}; cut = above.unflatten(1, (-1, 16)).unflatten(-1, (-1, 16)); "
+            "cut.mul_((cut[:, :, :1] > 0).any(dim=-1, keepdim=True))",
+        )
+    ],
+    "entmax-dalpha": [Edit("entmax", "found = self.of_keys - eta * self.moved", "found = self.of_keys", BACKWARD)],
 }
 
 # the backend knows y and lse when its tangent is asked for; nu is what its sweep has taken out of ts

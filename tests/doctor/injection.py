@@ -29,19 +29,19 @@ from backlight.doctor.subject.subject import Subject
 
 PACKAGE = "backlight.backends.tiled"
 # in the order of their imports
-SHARED = ("config", "intervals", "pair_bias", "primitives", "moving")
+SHARED = ("config", "intervals", "pair_bias", "primitives", "entmax", "moving")
 DIRECTIONS = ("forward", "backward", "tangent")
 NOT_INJECTED = {"do-in-flight": "a CPU finishes dO before it calls the backward; the broken kernel shows it on a GPU"}
 
 
 def ours(
     q, k, v, *, causal=False, window=None, scale=None, softcap=None, bias=None, bias_origin=0, sink=None, tau=None, gate=None,
-    pair_bias=None, mask=None,
+    pair_bias=None, mask=None, entmax=None,
 ):  # fmt: skip
     """The public call on the tiled backend, with its lse."""
     return backlight.attention(
         q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, bias=bias, bias_origin=bias_origin, sink=sink,
-        tau=tau, gate=gate, pair_bias=pair_bias, mask=mask, return_lse=True, backend="tiled",
+        tau=tau, gate=gate, pair_bias=pair_bias, mask=mask, entmax=entmax, return_lse=True, backend="tiled",
     )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ WORDS: list[tuple[str, str]] = [
     ("sdpa --causal=maybe", "--causal"),
     *[
         (f"sdpa --{name} {word}", f"--{name} must be a finite number, got '{word}'")
-        for name in ("scale", "softcap", "tau")
+        for name in ("scale", "softcap", "tau", "entmax")
         for word in ("x", "1,2", "nan", "inf")
     ],
     *[
@@ -74,6 +74,9 @@ WORDS: list[tuple[str, str]] = [
     # numbers that mean nothing
     ("sdpa --softcap 0", "softcap must be > 0 or None, got 0.0"),
     ("sdpa --softcap -3", "softcap must be > 0 or None, got -3.0"),
+    ("backlight --entmax 0.5", "--entmax must be from 1.05 to 2, got '0.5'"),
+    ("backlight --entmax 3", "--entmax must be from 1.05 to 2, got '3'"),
+    ("backlight --entmax 1.5 --tau -1", "give one of the two, got both"),
     ("backlight --tau=-inf", "--tau must be a finite number, got '-inf'"),
     # shapes
     *[
@@ -140,6 +143,7 @@ WORDS: list[tuple[str, str]] = [
         )
     ],
     ("backlight --capture TAU --tau 1", "--tau would be ignored: "),
+    ("backlight --capture ALPHA --entmax 1.5", "--entmax would be ignored: "),
     # files
     ("sdpa --capture nowhere.pt", "no capture file nowhere.pt"),
     ("sdpa --capture .", "no capture file ."),
@@ -155,7 +159,8 @@ def test_bad_words_get_a_sentence_and_exit_code_3(never, tmp_path, words, senten
     tensors = {name: torch.ones(1, 1, 8, 8) for name in ("q", "k", "v")}
     torch.save(tensors, tmp_path / "good.pt")
     torch.save(tensors | {"tau": torch.zeros(1)}, tmp_path / "tau.pt")
-    places = {"GOOD": str(tmp_path / "good.pt"), "TAU": str(tmp_path / "tau.pt")}
+    torch.save(tensors | {"entmax": torch.full((1,), 1.5)}, tmp_path / "alpha.pt")
+    places = {"GOOD": str(tmp_path / "good.pt"), "TAU": str(tmp_path / "tau.pt"), "ALPHA": str(tmp_path / "alpha.pt")}
     result = doctor(*(places.get(word, word) for word in words.split()))
     assert result.exit_code == 3, result.output
     assert sentence in flat(result.output)

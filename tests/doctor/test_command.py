@@ -72,6 +72,13 @@ def test_every_option_arrives(asked):
     assert asked.subject.name == "sdpa"
 
 
+def test_alpha_arrives(asked):
+    assert doctor("backlight", "--entmax", "1.5").exit_code == 0
+    assert asked.spec == AttentionSpec(entmax=True)
+    assert asked.settings["entmax"] == 1.5
+    assert "tau" not in asked.settings
+
+
 @pytest.mark.parametrize(("text", "pair"), [("95,0", (95, 0)), ("*,0", (None, 0)), ("3,", (3, None)), ("none,2", (None, 2))])
 def test_windows(asked, text, pair):
     doctor("sdpa", "--window", text)

@@ -64,6 +64,7 @@ def test_words_become_values_or_a_sentence(word):
         "--lengths": lambda text: options.sizes("--lengths", text),
         "--sk": lambda text: options.whole("--sk", text),
         "--tau": lambda text: options.number("--tau", text),
+        "--entmax": lambda text: options.number("--entmax", text),
         "--level": lambda text: options.one_of("--level", text, options.LEVELS),
     }.items():
         _, refused = attempt(lambda read=read: read(word))

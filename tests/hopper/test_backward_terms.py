@@ -33,7 +33,7 @@ TERMS = ("bias", "sink", "tau", "gate", "softcap")
 SUPPORTED = [
     case
     for case in CASES
-    if any(getattr(case, term) for term in TERMS) and not case.mask and case.pair_bias is None
+    if any(getattr(case, term) for term in TERMS) and not case.mask and case.pair_bias is None and case.entmax is None
     if case.d % 8 == 0 and (case.dv or 8) % 8 == 0 and (case.scale or 1) > 0
 ]
 EVERY = {"bias": 200, "sink": True, "tau": (-0.7, 0.4), "gate": True, "softcap": 4.0}

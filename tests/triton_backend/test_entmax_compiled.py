@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from compiling import recorded
 from targets import CARDS, spilled, standing_in_for, target_of
 
-from backlight.backends.triton import dkdv, dq, entmax, live
+from backlight.backends.triton import delta, dkdv, dq, entmax, live, small
 from backlight.backends.triton.backward import backward
 from backlight.backends.triton.forward import forward
 from backlight.call import Call
@@ -22,7 +22,7 @@ def test_nothing_spills(alpha: float | None) -> None:
     call = Call(AttentionSpec(causal=True, entmax=True, alpha=alpha), q, k, v, entmax=torch.ones(4))
     card = "sm_90"
     assert card in CARDS
-    with standing_in_for(card), recorded(entmax, live, dq, dkdv) as launches:
+    with standing_in_for(card), recorded(entmax, live, delta, dq, dkdv, small) as launches:
         y, lse, u = forward(call, save_u=True)
         backward(call, y, lse, u, torch.zeros_like(y), None, frozenset(("dq", "dk", "dv", "dentmax")))
     names = set()

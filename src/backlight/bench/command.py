@@ -126,7 +126,9 @@ def _current(device: torch.device) -> torch.device:
 class RunOptions:
     """The options of `run`."""
 
-    suite: Annotated[str, typer.Argument(help="plain, variants, terms, masks, pair, cpu, smoke, memory or overhead.")] = "smoke"
+    suite: Annotated[
+        str, typer.Argument(help="plain, every, variants, terms, masks, entmax, pair, cpu, smoke, memory or overhead.")
+    ] = "smoke"
     device: DeviceOption = "auto"
     contenders: Annotated[str, typer.Option(help="Names to race, with commas; the suite's own choice by default.")] = ""
     out: OutOption = Path("benchmarks/results")

@@ -16,6 +16,7 @@ from backlight.doctor.subject.apart import GIB, Limits
 if TYPE_CHECKING:
     from backlight.doctor.subject.case import Case
 
+LEAST_ALPHA, MOST_ALPHA = 1.05, 2
 LEVELS = ("quick", "full", "forensic", "adversarial")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 FORMATS = ("text", "line", "json", "sarif")
@@ -49,6 +50,7 @@ class Asked:
     bias_origin: Annotated[str, ATTENTION(metavar="N", help="Column of distance 0.")] = "0"
     sink: Annotated[bool, ATTENTION("--sink", help="Learned logit in the denominator.")] = False
     tau: Annotated[str | None, ATTENTION(metavar="X", help="Elastic softmax with this tau.")] = None
+    entmax: Annotated[str | None, ATTENTION(metavar="X", help="Entmax with this alpha, 1.05 to 2, in every head.")] = None
     gate: Annotated[bool, ATTENTION("--gate", help="Output times sigmoid(gate).")] = False
     pair_bias: Annotated[bool, ATTENTION("--pair-bias", help="Learned bias of every pair.")] = False
     rows: Annotated[bool, ATTENTION("--mask", help="A mask by row intervals.")] = False
@@ -128,10 +130,10 @@ class Asked:
         if self.capture is None:
             return Case(spec=spec, **settings)
         tensors = load_capture(self.capture)
-        held = [name for name in ("bias", "tau") if name in tensors and name in self.typed]
+        held = [name for name in ("bias", "tau", "entmax") if name in tensors and name in self.typed]
         if held:
             raise ValueError(f"{option(held[0])} would be ignored: {self.capture} holds {held[0]}")
-        kept = {name: settings[name] for name in ("seed", "level", "device", "bias", "tau")}
+        kept = {name: settings[name] for name in ("seed", "level", "device", "bias", "tau", "entmax")}
         return Case.captured(tensors, spec, **kept)
 
     def writable(self) -> None:
@@ -179,7 +181,14 @@ class Asked:
             "device": self.device,
             "bias": whole("--bias", self.bias),
             "tau": number("--tau", self.tau),
+            "entmax": self._alpha(),
         }
+
+    def _alpha(self) -> float | None:
+        alpha = number("--entmax", self.entmax)
+        if alpha is not None and not LEAST_ALPHA <= alpha <= MOST_ALPHA:
+            raise ValueError(f"--entmax must be from {LEAST_ALPHA} to {MOST_ALPHA}, got {self.entmax!r}")
+        return alpha
 
     def _refuse_ignored(self) -> None:
         one_of("--format", self.format, FORMATS)
@@ -187,6 +196,8 @@ class Asked:
             raise ValueError(f"--json - would be ignored: --format {self.format} says what standard output gets")
         if self.demo is not None and self.subject is not None:
             raise ValueError(f"name a kernel or a demo, not both: got {self.subject!r} and --demo {self.demo}")
+        if self.tau is not None and self.entmax is not None:
+            raise ValueError("--tau prunes a softmax, and --entmax is another one: give one of the two, got both")
         if "bias_origin" in self.typed and self.bias is None and self.capture is None:
             raise ValueError(f"--bias-origin {self.bias_origin} would be ignored: there is no --bias")
         if self.lengths is not None:

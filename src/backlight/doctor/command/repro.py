@@ -72,11 +72,13 @@ def script(case: Case, subject: str, finding: Finding, steps: Sequence[str] = ()
         "device": str(case.device),
         "bias": case.bias if case.spec.bias else None,
         "tau": case.tau if case.spec.tau else None,
+        "entmax": case.entmax if case.spec.entmax else None,
     }
     arguments = [f"{name}={value!r}" for name, value in drawn.items() if value is not None]
     if case.lengths is not None:
         arguments.append(f"cu_seqlens=torch.tensor({[0, *accumulate(case.lengths)]}, dtype=torch.int32)")
-    kept = [f"{name}={drawn[name]!r}" for name in ("level", "device", "seed", "bias", "tau") if drawn[name] is not None]
+    names = ("level", "device", "seed", "bias", "tau", "entmax")
+    kept = [f"{name}={drawn[name]!r}" for name in names if drawn[name] is not None]
     settings = ", ".join(["spec", *kept])
     return TEMPLATE.format(
         title=in_docstring(finding.title),

@@ -111,21 +111,21 @@ def one_kernel_dp(call: Call) -> list[Mutant]:
     """dp over half of the channels where dq, or dk, is formed."""
 
     def scores(half: slice) -> Callable[..., Tensor]:
-        def dx(p, m, do, v, delta, capped, softcap):
-            ds = STAGES["ds"].compute(p, m, do[:, half] @ v[:, half].mT, delta)
+        def dx(p, m, do, v, delta, capped, softcap, entmax):
+            ds = STAGES["ds"].compute(p, m, do[:, half] @ v[:, half].mT, delta, entmax)
             return STAGES["dx"].compute(ds, capped, softcap)
 
         return dx
 
     def dq_of(part: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def dq(p, m, do, v, delta, capped, softcap, k, scale):
-            return STAGES["dq"].compute(part(p, m, do, v, delta, capped, softcap), k, scale)
+        def dq(p, m, do, v, delta, capped, softcap, k, scale, entmax):
+            return STAGES["dq"].compute(part(p, m, do, v, delta, capped, softcap, entmax), k, scale)
 
         return dq
 
     def dk_of(part: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def dk(p, m, do, v, delta, capped, softcap, q, scale):
-            return STAGES["dk"].compute(part(p, m, do, v, delta, capped, softcap), q, scale)
+        def dk(p, m, do, v, delta, capped, softcap, q, scale, entmax):
+            return STAGES["dk"].compute(part(p, m, do, v, delta, capped, softcap, entmax), q, scale)
 
         return dk
 

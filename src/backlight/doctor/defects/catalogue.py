@@ -26,6 +26,7 @@ from backlight.doctor.defects import (
     rows,
     scale,
     softcaps,
+    sparse,
     tails,
     tangents,
     terms,
@@ -55,6 +56,7 @@ DEFECTS: tuple[Defect, ...] = (
     *layouts.DEFECTS,
     *terms.DEFECTS,
     *pairs.DEFECTS,
+    *sparse.DEFECTS,
     *tangents.DEFECTS,
 )
 # forward mode has a search of its own: what it computes and what the two other directions do go wrong apart

@@ -62,7 +62,8 @@ class Defect:
         """Mutants of this defect that make sense for the call and the measured gains."""
         if self.variants is None or not self.needs(call):
             return []
-        return list(self.variants(call) if self.fitted is None or gains is None else self.fitted(gains, call))
+        found = self.variants(call) if self.fitted is None or gains is None else self.fitted(gains, call)
+        return [mutant for mutant in found if call.entmax is None or not mutant.of_softmax]
 
     def sentence(self, mutant: Mutant | None = None) -> str:
         """The title with the variant's detail filled in."""

@@ -42,9 +42,9 @@ def own_mask(call: Call) -> Callable[[Call], Call]:
 def _own_softmax(visible_to_it: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
     """Weights that the backward normalises itself, over keys of its own choice: `(visible, column) -> visible`."""
 
-    def p(capped, bias, column, pair_bias, visible, sink):
+    def p(capped, bias, column, pair_bias, visible, sink, entmax):
         s = STAGES["s"].compute(capped, bias, column, pair_bias, visible_to_it(visible, column))
-        return STAGES["p"].compute(s, STAGES["lse"].compute(s, sink))
+        return STAGES["p"].compute(s, STAGES["lse"].compute(s, sink, entmax), entmax)
 
     return p
 
@@ -68,8 +68,9 @@ def one_future(call: Call) -> Callable[[Call], Call]:
     return other_spec(causal=False, window=(call.spec.left, 1))
 
 
-def _unmasked_lse(capped, bias, column, pair_bias, visible, sink):
-    return STAGES["lse"].compute(STAGES["s"].compute(capped, bias, column, pair_bias, torch.ones_like(visible)), sink)
+def _unmasked_lse(capped, bias, column, pair_bias, visible, sink, entmax):
+    s = STAGES["s"].compute(capped, bias, column, pair_bias, torch.ones_like(visible))
+    return STAGES["lse"].compute(s, sink, entmax)
 
 
 def _finite_fill(capped, bias, column, pair_bias, visible):

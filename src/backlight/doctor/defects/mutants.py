@@ -184,6 +184,13 @@ class Mutant:
         return bool(self.forward) or self.sees is not _same_call or self.kv_forward is not head_of_group
 
     @property
+    def of_softmax(self) -> bool:
+        """Whether a stage that depends on entmax is replaced by one that does not look at it."""
+        halves = ((self.forward, FORWARD_HALF), (self.backward, BACKWARD_HALF))
+        changed = [(name, f, half[name].reads) for stages, half in halves for name, f in stages.items() if name in half]
+        return any("entmax" in reads and "entmax" not in Stage.of(f, name).reads for name, f, reads in changed)
+
+    @property
     def outputs_kept(self) -> bool:
         return self.finish is _same_outputs
 
@@ -291,8 +298,8 @@ def after(**changes: Callable[[Outputs, Call], Tensor]) -> Callable[[Outputs, Ca
 def showing(s: Callable[..., Tensor]) -> Stages:
     """Stage s of another mask that may show hidden keys, and m with it: whom s shows survives."""
 
-    def m(p, s, tau, n):
-        return STAGES["m"].compute(p, tau, n, s > -torch.inf)
+    def m(p, s, tau, n, entmax):
+        return STAGES["m"].compute(p, tau, n, s > -torch.inf, entmax)
 
     return {"s": s, "m": m}
 

@@ -135,10 +135,11 @@ def _not_summed(call: Call) -> list[Mutant]:
     return found
 
 
-def _dpair_bias_unmasked(capped, bias, column, pair_bias, visible, lse, dp, delta):
+def _dpair_bias_unmasked(capped, bias, column, pair_bias, visible, lse, dp, delta, entmax):
     s = STAGES["s"].compute(capped, bias, column, pair_bias, torch.ones_like(visible))
-    p = STAGES["p"].compute(s, lse)
-    return STAGES["dpair_bias"].compute(p * (dp - delta[:, None]), pair_bias)
+    p = STAGES["p"].compute(s, lse, entmax)
+    ds = STAGES["ds"].compute(p, torch.ones_like(p), dp, delta, entmax)
+    return STAGES["dpair_bias"].compute(ds, pair_bias)
 
 
 def _dpair_bias_of(rows: slice) -> Callable[..., Tensor]:

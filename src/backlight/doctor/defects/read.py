@@ -192,8 +192,8 @@ def without_channels(channels: tuple[int, ...], detail: str) -> list[Mutant]:
     def dp(do, v):
         return do @ (v * kept(v)).mT
 
-    def dk(p, m, do, v, delta, capped, softcap, q, scale):
-        ds = STAGES["ds"].compute(p, m, dp(do, v), delta)
+    def dk(p, m, do, v, delta, capped, softcap, q, scale, entmax):
+        ds = STAGES["ds"].compute(p, m, dp(do, v), delta, entmax)
         return STAGES["dk"].compute(STAGES["dx"].compute(ds, capped, softcap), q, scale)
 
     return [Mutant(backward={"dp": dp}, detail=detail), Mutant(backward={"dk": dk}, detail=f"{detail}, in the dk/dv kernel")]

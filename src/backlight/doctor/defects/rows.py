@@ -31,8 +31,8 @@ def lse_scales(call: Call) -> list[Mutant]:
 
 
 def changed_delta(change: Callable[[Tensor], Tensor], detail: str = "") -> Mutant:
-    def delta(dy, y, do, u, tau, dlse):
-        return change(flash_delta(dy, y, do, u, tau, dlse))
+    def delta(dy, y, do, u, tau, dlse, p, p_sink, entmax):
+        return change(flash_delta(dy, y, do, u, tau, dlse, p, p_sink, entmax))
 
     return Mutant(backward={"delta": delta}, detail=detail)
 
@@ -74,12 +74,12 @@ def _row_max(s):
     return torch.exp(s - s.amax(dim=-1, keepdim=True).clamp(min=-1e30))
 
 
-def _no_dlse(dy, y, do, u, tau, dlse):
-    return flash_delta(dy, y, do, u, tau, None)
+def _no_dlse(dy, y, do, u, tau, entmax):
+    return flash_delta(dy, y, do, u, tau, None, entmax=entmax)
 
 
-def _flipped_dlse(dy, y, do, u, tau, dlse):
-    return flash_delta(dy, y, do, u, tau, None if dlse is None else -dlse)
+def _flipped_dlse(dy, y, do, u, tau, dlse, p, p_sink, entmax):
+    return flash_delta(dy, y, do, u, tau, None if dlse is None else -dlse, p, p_sink, entmax)
 
 
 def _derivative_of_s(ds, s, softcap):

@@ -37,8 +37,8 @@ def tail_keys(call: Call) -> list[Mutant]:
 
 def padded_keys(call: Call) -> list[Mutant]:
     def counted(pad: int) -> Callable[..., Tensor]:
-        def lse(s, sink):
-            return STAGES["lse"].compute(torch.cat([s, s.new_zeros(s.shape[0], pad)], dim=-1), sink)
+        def lse(s, sink, entmax):
+            return STAGES["lse"].compute(torch.cat([s, s.new_zeros(s.shape[0], pad)], dim=-1), sink, entmax)
 
         return lse
 

@@ -350,6 +350,7 @@ DEFECTS = [
         "p (bwd)",
         "I2 fails; dv is too large",
         "Set the sink to -30: the comparison must turn healthy.",
+        needs=both(has("sink"), lambda call: call.entmax is None),
         variants=always(Mutant(backward={"p": _without_sink}), Mutant(saved=_sinkless_lse)),
     ),
     _sink(

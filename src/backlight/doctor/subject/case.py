@@ -18,9 +18,9 @@ from backlight.spec import LEARNED, OF_PAIRS, TERM_NAMES, AttentionSpec
 class Case:
     """What to examine a subject with. shape is (B, Hq, Sq, D); kv_heads, sk, dv default to the query side.
 
-    bias: columns of the drawn table; tau: value of every head; pair_bias: words for the drawn one (`draw.PAIR_WORDS`); None =
-    as the recipe draws it. lengths: packed sequences instead of a batch. tensors: captured inputs in canonical layout, from
-    which the leading batches, heads, rows and columns are taken when the shape is smaller than they are.
+    bias: columns of the drawn table; tau, entmax: value of every head; pair_bias: words for the drawn one (`draw.PAIR_WORDS`);
+    None = as the recipe draws it. lengths: packed sequences instead of a batch. tensors: captured inputs in canonical layout,
+    from which the leading batches, heads, rows and columns are taken when the shape is smaller than they are.
     """
 
     spec: AttentionSpec = field(default_factory=AttentionSpec)
@@ -35,6 +35,7 @@ class Case:
     device: str = "cpu"
     bias: int | None = None
     tau: float | None = None
+    entmax: float | None = None
     pair_bias: tuple[str, ...] | None = None
     lengths: tuple[int, ...] | None = None
     tensors: dict[str, Tensor] | None = None
@@ -82,7 +83,7 @@ class Case:
         return shared | drawn | self._drawn_terms() | self._boundaries()
 
     def _drawn_terms(self) -> dict[str, Any]:
-        chosen = {name: getattr(self, name) for name in ("bias", "tau", "pair_bias") if getattr(self.spec, name)}
+        chosen = {name: getattr(self, name) for name in ("bias", "tau", "entmax", "pair_bias") if getattr(self.spec, name)}
         return {name: value for name, value in chosen.items() if value is not None}
 
     def _boundaries(self) -> dict[str, Any]:
