@@ -2,7 +2,7 @@
 
 Time of a forward with `return_max_logit`, and of forward and backward with `exact_delta`, beside those without, in turns; then
 signed errors of o, delta and dq over the length, with the low half of o and without it, beside FlashAttention-3 and cuDNN where
-they are installed (docs/exact-delta.md). Every variant is checked against float64 before it is timed.
+they are installed (docs/sums.md). Every variant is checked against float64 before it is timed.
 """
 
 from __future__ import annotations

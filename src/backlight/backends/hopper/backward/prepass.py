@@ -113,6 +113,11 @@ def rows_at(ptr, strides, b, h, row, columns):
 
 
 @triton.jit
+def floats_at(ptr, strides, b, h, row, columns, mask):
+    return tl.load(rows_at(ptr, strides, b, h, row, columns), mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def incoming_at(ptr, strides, b, h, row, columns, V: tl.constexpr):
     """Rows of dy, of any strides where it has to be copied."""
     if V.COPY_DO:
@@ -175,19 +180,17 @@ def _prepass_kernel(
     row = start + (block * BM + lanes).to(tl.int64)
     columns = tl.arange(0, V.BDV)
     mask = inside[:, None] & (columns < V.DV)[None, :]
-    y = tl.load(rows_at(y_ptr, (y_stride_b, y_stride_h, y_stride_s), b, h, row, columns), mask=mask, other=0.0)
+    y = floats_at(y_ptr, (y_stride_b, y_stride_h, y_stride_s), b, h, row, columns, mask)
     dy_strides = (dy_stride_b, dy_stride_h, dy_stride_s, dy_stride_d)
     dy = tl.load(incoming_at(dy_ptr, dy_strides, b, h, row, columns, V), mask=mask, other=0.0)
-    y = y.to(tl.float32)
+    u_strides = (u_stride_b, u_stride_h, u_stride_s)
     if V.LOW:
-        place = rows_at(terms.u_ptr, (u_stride_b, u_stride_h, u_stride_s), b, h, row, columns)
-        y += tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        y += floats_at(terms.u_ptr, u_strides, b, h, row, columns, mask)
     product = y * dy.to(tl.float32)
     delta = tl.sum(product, 1)
     if V.GATE:
-        place = rows_at(gate_ptr, (gate_stride_b, gate_stride_h, gate_stride_s), b, h, row, columns)
-        gate = tl.load(place, mask=mask, other=0.0)
-        weight = 1.0 / (1.0 + tl.exp2(-log2e * gate.to(tl.float32)))
+        gate = floats_at(gate_ptr, (gate_stride_b, gate_stride_h, gate_stride_s), b, h, row, columns, mask)
+        weight = 1.0 / (1.0 + tl.exp2(-log2e * gate))
         if V.DGATE:
             dgate_ptr += (b * dgate_stride_b + h * dgate_stride_h) * UNIT
             place = row[:, None] * (dgate_stride_s * UNIT) + columns[None, :]
@@ -202,8 +205,7 @@ def _prepass_kernel(
     if V.TAU:
         n = visible_count(block * BM + lanes + n_keys - n_rows, n_keys, left, right, V)
         tau = tl.load(terms.tau_ptr + h).to(tl.float32)
-        u = tl.load(rows_at(terms.u_ptr, (u_stride_b, u_stride_h, u_stride_s), b, h, row, columns), mask=mask, other=0.0)
-        mean = tl.sum(dy.to(tl.float32) * u.to(tl.float32), 1)
+        mean = tl.sum(dy.to(tl.float32) * floats_at(terms.u_ptr, u_strides, b, h, row, columns, mask), 1)
         delta -= tau * mean
         tl.store(terms.share_ptr + padded + lanes, share_of(tau, n, inside, V.SINK))
         tl.store(terms.dtau_ptr + head * tiles + tile, tl.sum(mean, 0))

@@ -110,6 +110,14 @@ def start_outputs(p, weights, stage, o, o_beyond):
 
 
 @gluon.jit
+def rising_step(p, products, s, row_max, row_sum, peak):
+    """`softmax_step` of a block, with the largest of its raw products."""
+    peak = with_scores(p, peak, products, s)
+    p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
+    return p32, row_max, row_sum, rescale, peak
+
+
+@gluon.jit
 def first_block(p, q, view, row_max, row_sum, count):
     """`Rows` after the block that the mask may cut, the last one."""
     BEYOND: gl.constexpr = columns_beyond(p.V.DV, p.V.BDV)
@@ -126,8 +134,7 @@ def first_block(p, q, view, row_max, row_sum, count):
             s = hide_outside(p, view, s, count)
     elif p.V.MASKED:
         s = hide(p, s, view.position, view.end - 1, view.sk)
-    peak = with_scores(p, first_peak(p, view.i0), products, s)
-    p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
+    p32, row_max, row_sum, rescale, peak = rising_step(p, products, s, row_max, row_sum, first_peak(p, view.i0))
     return Rows(o, o_beyond, as_weights(p32, o, p.q_desc.dtype), row_max, row_sum, rescale, peak)
 
 
@@ -165,17 +172,13 @@ def advance(p, q, view, rows, count, block, far_end, W: gl.constexpr):
         if block < far_end:
             peak = with_scores(p, peak, products, s)
             p32, row_sum = first_max_step(p, s, y, row_max, row_sum)
-        elif p.V.FULL_FIRST:
-            peak = with_scores(p, peak, products, s)
-            p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
         else:
-            s = seen_scores(p, view, s, y, block, count)
-            peak = with_scores(p, peak, products, s)
-            p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
+            if not p.V.FULL_FIRST:
+                s = seen_scores(p, view, s, y, block, count)
+            p32, row_max, row_sum, rescale, peak = rising_step(p, products, s, row_max, row_sum, peak)
     else:
         s = seen_scores(p, view, s, y, block, count)
-        peak = with_scores(p, peak, products, s)
-        p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
+        p32, row_max, row_sum, rescale, peak = rising_step(p, products, s, row_max, row_sum, peak)
     if p.V.EARLY_P:
         new_weights = as_weights(p32, o, dtype)
     # the wait for the next K tile ends the basic block: without it ptxas hoists the wgmma wait above the softmax
