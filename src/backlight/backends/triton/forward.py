@@ -161,5 +161,6 @@ def softmax_of(launch: Launch, y: Tensor, lse: Tensor, low: Tensor | None = None
     """Fills lse and, where it is there, peaks; and y and its low half where tau does not ask for a second sweep."""
     call = launch.call
     lse_only = call.tau is not None
-    name, values = "lse" if lse_only else "forward", (lse, launch.table, launch.sink, peaks, float(call.scale))
+    unit = None if peaks is None else float(call.scale)
+    name, values = "lse" if lse_only else "forward", (lse, launch.table, launch.sink, peaks, unit)
     launch.start_rows(_fwd_kernel, name, (launch.gate, y, low), values, LSE_ONLY=lse_only, BOUNDED=bounded(call))
