@@ -1,4 +1,4 @@
-"""The public calls: `attention`, `attention_varlen`; `explain` comes from `explaining`."""
+"""The public calls: `attention`, `attention_varlen`; `explain` is in `explaining`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from backlight import direct, operators
-from backlight.binding import Tensors, Window, alphas_of, bind, bind_like_before, flattened, mask_tensors
+from backlight import direct, operators, registry
+from backlight.arguments import shown
+from backlight.binding import Tensors, Window, alphas_of, bind, bind_like_before, flattened, mask_tensors, tensors_given
+from backlight.call import Call
 from backlight.contexts import Context, blocks, innermost
-from backlight.explaining import Explanation, call_of, check_backend, check_flags, explain
 from backlight.spec import LEARNED
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 else:
     # masks are loaded when somebody makes one, or asks for the type of `mask`
     backlight = sys.modules[__package__]
-
-__all__ = ["Explanation", "Options", "attention", "attention_varlen", "call_of", "check_backend", "explain"]
 
 # "batch": a sequence gives the same bits whatever else is in the call, too
 Deterministic = bool | Literal["batch"] | None
@@ -149,7 +148,7 @@ def attention(
         return_max_logit: also return the largest logit of each query head, for QK-clip; it has no gradient. Not together with
             entmax.
         deterministic: bitwise repeatable backward; None follows torch.are_deterministic_algorithms_enabled(). "batch": also the
-            same bits for a sequence whatever else is in the call (docs/numerics.md).
+            same bits for a sequence whatever else is in the call (docs/sums.md).
         exact_delta: keep what rounding took from y, too, so that the delta of the backward is as exact as if y were in fp32; as
             many bytes again as y has, between forward and backward. None: no. Not together with tau or entmax.
         backend: a backend's name, which never falls back; None chooses (see `explain`).
@@ -401,3 +400,44 @@ def _attend_packed(tensors: Tensors, options: dict[str, Any], return_lse: bool, 
     with torch.no_grad():
         call = bind_like_before(tensors, options, True, backend, trusted)
     return direct.attention(call, backend, return_lse, packed=tensors[: len(LEARNED)])
+
+
+def call_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    backend: str | None = None,
+    **options: Any,
+) -> Call:
+    """The call that `attention` or, with cu_seqlens_q, `attention_varlen` makes of these arguments, checked."""
+    check_backend(backend)
+    bound = binding_of(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    if innermost(None) is not None:
+        raise ValueError("this call is one rank's shard of a longer sequence (context_parallel); leave the block first")
+    return bound()
+
+
+def binding_of(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, options: dict[str, Any]) -> partial[Call]:
+    """Makes the call of these arguments; terms stand among the options."""
+    if cu_seqlens_q is None and cu_seqlens_k is not None:
+        raise TypeError("cu_seqlens_q must be given with cu_seqlens_k, got None")
+    options = dict(options)
+    tensors = tensors_given(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    if cu_seqlens_q is None and isinstance(q, Tensor) and q.dim() == 5:
+        tensors, _ = flattened(tensors)
+    return partial(bind, tensors, options, cu_seqlens_q is not None)
+
+
+def check_flags(return_lse: Any, return_max_logit: Any) -> None:
+    for name, value in (("return_lse", return_lse), ("return_max_logit", return_max_logit)):
+        if value is not True and value is not False:
+            # NumPy's bool is called bool too: the module tells them apart
+            raise TypeError(f"{name} must be a bool, got {type(value).__module__}.{type(value).__name__}")
+
+
+def check_backend(backend: str | None) -> None:
+    if backend is not None and not (isinstance(backend, str) and backend in registry.names()):
+        raise ValueError(f"backend must be one of {', '.join(registry.names())} or None, got {shown(backend)}")

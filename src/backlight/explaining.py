@@ -1,4 +1,4 @@
-"""What a call would do, without doing it: `explain`, `call_of`, and checks that only the public calls need."""
+"""What a call would do, without doing it: `explain`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from backlight import registry
-from backlight.arguments import shown
-from backlight.binding import bind, flattened, tensors_given
+from backlight.api import binding_of, check_backend, check_flags
+from backlight.binding import bind
 from backlight.call import Call
 from backlight.contexts import Context, innermost
 
@@ -76,7 +76,7 @@ def explain(
     """
     check_flags(return_lse, return_max_logit)
     check_backend(backend)
-    bound = _binding(q, k, v, cu_seqlens_q, cu_seqlens_k, options | {"max_logit": return_max_logit})
+    bound = binding_of(q, k, v, cu_seqlens_q, cu_seqlens_k, options | {"max_logit": return_max_logit})
     context, tiles, said = innermost(context), None, None
     if context is None:
         call = bound()
@@ -111,44 +111,3 @@ def _tile_shares(call: Call) -> tuple[float, float, float]:
     from backlight import intervals
 
     return intervals.tile_shares(call, TILE)
-
-
-def call_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    *,
-    backend: str | None = None,
-    **options: Any,
-) -> Call:
-    """The call that `attention` or, with cu_seqlens_q, `attention_varlen` makes of these arguments, checked."""
-    check_backend(backend)
-    bound = _binding(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
-    if innermost(None) is not None:
-        raise ValueError("this call is one rank's shard of a longer sequence (context_parallel); leave the block first")
-    return bound()
-
-
-def _binding(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, options: dict[str, Any]) -> partial[Call]:
-    """Makes the call of these arguments; terms stand among the options."""
-    if cu_seqlens_q is None and cu_seqlens_k is not None:
-        raise TypeError("cu_seqlens_q must be given with cu_seqlens_k, got None")
-    options = dict(options)
-    tensors = tensors_given(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
-    if cu_seqlens_q is None and isinstance(q, Tensor) and q.dim() == 5:
-        tensors, _ = flattened(tensors)
-    return partial(bind, tensors, options, cu_seqlens_q is not None)
-
-
-def check_flags(return_lse: Any, return_max_logit: Any) -> None:
-    for name, value in (("return_lse", return_lse), ("return_max_logit", return_max_logit)):
-        if value is not True and value is not False:
-            # NumPy's bool is called bool too: the module tells them apart
-            raise TypeError(f"{name} must be a bool, got {type(value).__module__}.{type(value).__name__}")
-
-
-def check_backend(backend: str | None) -> None:
-    if backend is not None and not (isinstance(backend, str) and backend in registry.names()):
-        raise ValueError(f"backend must be one of {', '.join(registry.names())} or None, got {shown(backend)}")

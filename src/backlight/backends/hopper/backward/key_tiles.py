@@ -202,8 +202,6 @@ def key_tile(p, number, together):
     rank = number % (p.key_tiles * together)
     head = section * together + rank % together
     tile = rank // together
-    if p.V.ORDERED and p.V.HAS_RIGHT:
-        tile = p.key_tiles - 1 - tile
     owner = tile
     q_start = tile * 0
     k_start = tile * 0

@@ -26,6 +26,16 @@ def arrived():
 
 
 @gluon.jit
+def drawn_in_turn(p, number, together):
+    """The number of the tile to be drawn as `number`: under a causal mask the last keys come first."""
+    if p.V.ORDERED and p.V.HAS_RIGHT:
+        rank = number % (p.key_tiles * together)
+        tile = rank // together
+        number = number + (p.key_tiles - 1 - 2 * tile) * together
+    return number
+
+
+@gluon.jit
 def turn_of(p, t, i):
     """How many key tiles add to row block i of a head before this one."""
     tile = t.j0 // p.V.BN
