@@ -163,7 +163,11 @@ class Call:
         if not (_is_checked(cu_q, sq) and ((cu_k is cu_q and sk == sq) or _is_checked(cu_k, sk))):
             self.segments()
         elif self.pair_bias is not None:
-            check_pair_lengths(self.pair_bias, _host_values[cu_q][1], _host_values[cu_k][1])
+            rows, keys = _host_values[cu_q][1], _host_values[cu_k][1]
+            if rows is None or keys is None:
+                self.segments()
+            else:
+                check_pair_lengths(self.pair_bias, rows, keys)
 
     def segments(self) -> tuple[Segment, ...]:
         """The independent problems of the call; reads cu_seqlens on the host."""
@@ -264,11 +268,23 @@ def know_borders(cu_seqlens: Tensor, values: tuple[int, ...]) -> None:
     _host_values[cu_seqlens] = (cu_seqlens._version, values, {values[-1]})
 
 
+def trust_borders(cu_seqlens: Tensor, total: int) -> None:
+    """Takes it at somebody's word that these are borders of so many rows, where reading them would wait for a device."""
+    if _waits(cu_seqlens) and not _is_checked(cu_seqlens, total):
+        _host_values[cu_seqlens] = (_version(cu_seqlens), None, {total})
+
+
 def _is_checked(cu_seqlens: Tensor, total: int) -> bool:
-    if cu_seqlens.is_inference() or not _waits(cu_seqlens):
-        return False
     known = _host_values.get(cu_seqlens)
-    return known is not None and known[0] == cu_seqlens._version and total in known[2]
+    if known is None or total not in known[2] or not _waits(cu_seqlens):
+        return False
+    # without a version a change of what was read would not be noticed; what was not read is somebody's word
+    return known[1] is None if cu_seqlens.is_inference() else known[0] == cu_seqlens._version
+
+
+def _version(cu_seqlens: Tensor) -> int | None:
+    """How often it was written in place, which a tensor of inference mode does not know."""
+    return None if cu_seqlens.is_inference() else cu_seqlens._version
 
 
 def _waits(cu_seqlens: Tensor) -> bool:
@@ -278,7 +294,7 @@ def _waits(cu_seqlens: Tensor) -> bool:
 
 def read_cu_seqlens(name: str, cu_seqlens: Tensor, total: int | None) -> tuple[int, ...]:
     """Host values of a cu_seqlens tensor, checked: starts at 0, never decreases, ends at the packed length (None: anywhere)."""
-    version = None if cu_seqlens.is_inference() else cu_seqlens._version
+    version = _version(cu_seqlens)
     values = tuple(cu_seqlens.tolist())
     known = _host_values.get(cu_seqlens)
     if known is None or known[:2] != (version, values):
