@@ -57,9 +57,9 @@ class TritonBackend:
         {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "entmax", "rows", "pos", "packed", "part"}
     )
     # a new term has no derivatives until it is named here too
-    twice = frozenset({"causal", "window", "softcap", "bias", "sink", "gate", "rows", "pos", "packed"})
+    twice = frozenset({"causal", "window", "softcap", "bias", "sink", "gate", "pair_bias", "rows", "pos", "packed"})
     derivatives: ClassVar[dict[str, frozenset[str]]] = {
-        "tangent": twice | {"tau", "pair_bias", "part"},
+        "tangent": twice | {"tau", "part"},
         "second": twice,
     }
 
