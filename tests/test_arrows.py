@@ -95,10 +95,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     # weights are formed by the tiled backend's own code: no second copy of scores, mask and elastic weights
     "attention_statistics": {"spec", "call", "running", "api", "backends.tiled"},
     "slopes": {"arguments"},
+    "packing": {"arguments", "call"},
     # torch's own operators, answered: a bound call below everything that autograd, compilers and transforms do
     "slot": {"_private", "spec", "call", "binding", "registry", "running"},
     # the doctor by name only: it is loaded when somebody asks for it
-    "": {"spec", "errors", "mask", "slopes", "slot", "api", "attention_statistics", "tangents", "doctor"},
+    "": {"spec", "errors", "mask", "packing", "slopes", "slot", "api", "attention_statistics", "tangents", "doctor"},
     # the options of a layer are checked by the code that checks those of a call
     "nn": {"spec", "arguments", "binding", "mask", "api", ""},
     "compat": {"spec", "arguments", "mask", "api", ""},

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from backlight.api import Explanation, attention, attention_varlen, explain
     from backlight.attention_statistics import AttentionStatistics, statistics
     from backlight.errors import Unsupported
+    from backlight.packing import cu_seqlens
     from backlight.slopes import alibi
     from backlight.slot import activate, activated, deactivate
     from backlight.spec import AttentionSpec
@@ -31,6 +32,7 @@ __all__ = [
     "attention_jvp",
     "attention_varlen",
     "attention_varlen_jvp",
+    "cu_seqlens",
     "deactivate",
     "doctor",
     "explain",
@@ -54,6 +56,7 @@ LATER = {
     "activate": "slot",
     "activated": "slot",
     "alibi": "slopes",
+    "cu_seqlens": "packing",
     "deactivate": "slot",
     "statistics": "attention_statistics",
 }
