@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from backlight.backends.triton.band import add_bias, head_table, table_entry
+from backlight.backends.triton.config import KernelConfig
 from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import key_tile, load_vector, row_state, stream_tile
@@ -279,12 +280,26 @@ def packed_dpair_of_columns(launch: Launch, columns: Tensor, members: int, own_h
     return dpair
 
 
-def dpair_by_owner(launch: Launch, rows: RowState) -> Tensor:
+class Owners(NamedTuple):
+    """Programs that own tiles of the bias: tiles of an entry, numbers as in `_dpair_kernel`, what they fill, where it lies."""
+
+    tiles: int
+    members: int
+    each: int
+    groups: int
+    own_heads: int
+    bias_heads: int
+    made: Tensor
+    target: Pair
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return self.members, self.each, self.groups, self.own_heads, self.bias_heads
+
+
+def owners_of(launch: Launch, config: KernelConfig) -> Owners:
     call = launch.call
     assert call.pair_bias is not None
-    if not (call.q.numel() and call.k.numel()):
-        return torch.zeros(call.pair_bias.shape, dtype=call.pair_bias.dtype, device=call.q.device)
-    config = launch.config("dpair")
     entries, bias_heads, sq, sk = call.pair_bias.shape
     own_heads = call.q.shape[1] // bias_heads
     members = call.sharing * own_heads
@@ -296,24 +311,50 @@ def dpair_by_owner(launch: Launch, rows: RowState) -> Tensor:
     else:
         made = torch.empty(groups, entries, bias_heads, sq, sk, dtype=torch.float32, device=call.q.device)
         target = Pair(made, bias_heads * sq * sk, sq * sk, sk, 1, 1, sq, sk)
+    return Owners(tiles, members, each, groups, own_heads, bias_heads, made, target)
+
+
+def sum_of_owners(launch: Launch, owners: Owners) -> Tensor:
+    """What they filled, in the dtype of the bias."""
+    if owners.groups == 1:
+        return owners.made
+    _, entries, bias_heads, sq, sk = owners.made.shape
+    pairs = sq * sk
+    return summed(launch, Parts(owners.made, bias_heads * pairs, pairs, entries * bias_heads * pairs, 0, 1), owners.groups, 4)
+
+
+def no_pairs(call: Call) -> Tensor | None:
+    """dpair_bias of calls without a pair."""
+    if call.q.numel() and call.k.numel():
+        return None
+    assert call.pair_bias is not None
+    return torch.zeros(call.pair_bias.shape, dtype=call.pair_bias.dtype, device=call.q.device)
+
+
+def dpair_by_owner(launch: Launch, rows: RowState) -> Tensor:
+    call = launch.call
+    assert call.pair_bias is not None
+    nothing = no_pairs(call)
+    if nothing is not None:
+        return nothing
+    config = launch.config("dpair")
+    owners = owners_of(launch, config)
     own = (rows_of(x) for x in (launch.q, launch.k, launch.v, rows.do))
     state = rows.minus_lse2, rows.delta, launch.table
     packing, geometry, *lengths = launch.shared(call.cu_seqlens_q, config.block_m)
     launch.start(
         _packed_dpair_kernel if call.varlen else _dpair_kernel,
-        (tiles, entries * bias_heads * groups),
-        Tensors(*own, *state, launch.pair_of(call.pair_bias), target),
+        (owners.tiles, call.pair_bias.shape[0] * owners.bias_heads * owners.groups),
+        Tensors(*own, *state, launch.pair_of(call.pair_bias), owners.target),
         *launch.all_described(config, (launch.q, rows.do), (launch.k, launch.v)),
-        *(members, each, groups, own_heads, bias_heads, rows.pitch16),
+        *owners.numbers,
+        rows.pitch16,
         Frame(launch.mask(config, of_rows=True), packing, geometry),
         *lengths,
         V=launch.variant,
         **config.launch,
     )
-    if groups == 1:
-        return made
-    pairs = sq * sk
-    return summed(launch, Parts(made, bias_heads * pairs, pairs, entries * bias_heads * pairs, 0, 1), groups, 4)
+    return sum_of_owners(launch, owners)
 
 
 def groups_of(members: int, tiles: int) -> tuple[int, int]:
