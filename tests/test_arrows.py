@@ -23,6 +23,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "arguments": set(),
     "call": {"spec"},
+    # steps to the thresholds of entmax, for whoever sums over keys
+    "thresholds": set(),
     # what only the tensors of a call can say of its geometry
     "intervals": {"spec", "call"},
     "mask": {"_private", "arguments", "intervals"},
@@ -48,6 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "intervals",
         "config",
         "errors",
+        "thresholds",
         "backends.replaying",
         "backends.intervals",
     },
@@ -102,7 +105,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "": {"spec", "errors", "mask", "packing", "slopes", "slot", "api", "attention_statistics", "tangents", "doctor"},
     # the options of a layer are checked by the code that checks those of a call
     "nn": {"spec", "arguments", "binding", "mask", "api", ""},
-    "compat": {"spec", "arguments", "mask", "api", ""},
+    "compat": {"spec", "arguments", "mask", "api", "call", ""},
     "integrations": {"_private", "spec", "arguments", "intervals", "mask", "api", ""},
     # blocks of a sharded call go to a backend each: it looks one up, as `running` does
     "distributed": {
@@ -117,6 +120,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
         "registry",
         "differentiating",
+        "thresholds",
         "_private",
         "api",
         "",
