@@ -13,7 +13,7 @@ from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.elastic import elastic_of
 from backlight.backends.triton.entmax import entmax_of
 from backlight.backends.triton.launch import Launch, compact
-from backlight.backends.triton.loads import key_tile, own_tile, store_gated
+from backlight.backends.triton.loads import at, key_tile, own_tile, store_gated, store_tile
 from backlight.backends.triton.pair import block_place, pair_tile
 from backlight.backends.triton.primitives import LN2, LOG2E, keys_of, logits_of, row_block, visible
 from backlight.backends.triton.visits import visited
@@ -48,9 +48,10 @@ def sums_with_sink(sink_ptr, unit, BM: tl.constexpr):
 
 
 @triton.jit
-def store_lse(lse_ptr, lse2, block, sq, geometry, BM: tl.constexpr):
-    lse_ptr += tl.cast(block.b * geometry.heads + block.h, tl.int64) * sq + block.row
-    tl.store(lse_ptr + tl.arange(0, BM), lse2 * LN2, mask=tl.arange(0, BM) < block.n_rows)
+def store_of_rows(ptr, x, block, sq, geometry, BM: tl.constexpr):
+    """A number for each row, as lse has."""
+    ptr += tl.cast(block.b * geometry.heads + block.h, tl.int64) * sq + block.row
+    tl.store(ptr + tl.arange(0, BM), x, mask=tl.arange(0, BM) < block.n_rows)
 
 
 @triton.jit
@@ -74,9 +75,9 @@ def online_step(x, row_max, row_sum, unit):
 
 @triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
 def _fwd_kernel(
-    q_rows, k_rows, v_rows, k_desc, v_desc, gate_rows, y_rows, lse_ptr, table_ptr, sink_ptr, pair, pair_desc, mask, packing,
-    geometry, sq, sk, n_segments, V: tl.constexpr, LSE_ONLY: tl.constexpr, BOUNDED: tl.constexpr, TMA: tl.constexpr,
-    PAIR_TMA: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    q_rows, k_rows, v_rows, k_desc, v_desc, gate_rows, y_rows, low_rows, lse_ptr, table_ptr, sink_ptr, peaks_ptr, peak_unit,
+    pair, pair_desc, mask, packing, geometry, sq, sk, n_segments, V: tl.constexpr, LSE_ONLY: tl.constexpr,
+    BOUNDED: tl.constexpr, TMA: tl.constexpr, PAIR_TMA: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     block = row_block(packing, sq, sk, n_segments, geometry, V, BM)
     table_ptr = head_table(table_ptr, block.h, geometry, True)
@@ -91,6 +92,9 @@ def _fwd_kernel(
         sink, row_max, row_sum = sums_with_sink(sink_ptr + block.h, unit, BM)
     BDV: tl.constexpr = V.BDV
     o = tl.zeros([BM, BDV], tl.float32)
+    # largest products of rows, negated where the scale is; of what is not s they need a look of their own
+    peak = tl.full([BM], float("-inf"), tl.float32)
+    APART: tl.constexpr = V.SOFTCAP or V.BIAS or V.PAIR > 0
     span, visits, intervals = keys_of(block, mask, sq, sk, n_segments, geometry, V, BN)
     if visits.start < visits.stop:
         for step in range(visits.start, visits.stop, BN):
@@ -114,10 +118,15 @@ def _fwd_kernel(
                 x = tl.where(seen, x, float("-inf"))
                 if BOUNDED:
                     x, row_max = lowered(x, row_max, j0 == span.start)
+            if peaks_ptr is not None and APART:
+                product = t * peak_unit
+                peak = tl.maximum(peak, tl.max(tl.where(x == float("-inf"), x, product), 1))
             if BOUNDED:
                 p = tl.exp2(x)
                 row_sum += tl.sum(p, 1)
             else:
+                if peaks_ptr is not None and not APART:
+                    peak = tl.maximum(peak, tl.max(x, 1))
                 p, rescale, row_max, row_sum = online_step(x, row_max, row_sum, unit)
                 if not LSE_ONLY:
                     o = o * rescale[:, None]
@@ -129,10 +138,18 @@ def _fwd_kernel(
     lse2 = row_max + tl.log2(row_sum)
     if V.SINK:
         lse2 = tl.where(sink == float("inf"), sink, lse2)
-    store_lse(lse_ptr, lse2, block, sq, geometry, BM)
+    store_of_rows(lse_ptr, lse2 * LN2, block, sq, geometry, BM)
+    if peaks_ptr is not None:
+        if not APART:
+            peak *= unit * LN2
+        store_of_rows(peaks_ptr, peak, block, sq, geometry, BM)
     if not LSE_ONLY:
         o = o / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
-        store_gated(y_rows, gate_rows, block, o, V, BM)
+        o = store_gated(y_rows, gate_rows, block, o, V, BM)
+        if low_rows is not None:
+            # eq. 103
+            low = o - o.to(q.dtype).to(tl.float32)
+            store_tile(at(low_rows, block.b, block.h, block.row), low_rows.row, block.n_rows, low, BM, V.DV, V.BDV)
 
 
 def bounded(call: Call) -> bool:
@@ -145,29 +162,29 @@ def bounded(call: Call) -> bool:
     return within and not unbounded and not spec.rows and call.q.dtype != torch.float16
 
 
-def forward(call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def forward(call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     launch = Launch(call)
     y = launch.empty_rows(call.v.shape[-1], call.output_dtype)
+    kept = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) if save_u and call.keeps else None
     if call.entmax is not None:
         lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
-        u = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) if save_u else None
-        entmax_of(launch, y, lse, u)
-        return y, lse, u
+        entmax_of(launch, y, lse, kept)
+        return y, lse, kept, None
+    peaks = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device) if call.max_logit else None
     if call.part is not None and call.part.lse is not None:
         lse = compact(call.part.lse)
     else:
         lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
-        softmax_of(launch, y, lse)
-    if call.tau is None:
-        return y, lse, None
-    u = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) if save_u else None
-    elastic_of(launch, lse, y, u)
-    return y, lse, u
+        softmax_of(launch, y, lse, None if call.tau is not None else kept, peaks)
+    if call.tau is not None:
+        elastic_of(launch, lse, y, kept)
+    return y, lse, kept, peaks
 
 
-def softmax_of(launch: Launch, y: Tensor, lse: Tensor) -> None:
-    """Fills lse, and y where tau does not ask for a second sweep."""
+def softmax_of(launch: Launch, y: Tensor, lse: Tensor, low: Tensor | None = None, peaks: Tensor | None = None) -> None:
+    """Fills lse and, where it is there, peaks; and y and its low half where tau does not ask for a second sweep."""
     call = launch.call
     lse_only = call.tau is not None
-    name, values = "lse" if lse_only else "forward", (lse, launch.table, launch.sink)
-    launch.start_rows(_fwd_kernel, name, (launch.gate, y), values, LSE_ONLY=lse_only, BOUNDED=bounded(call))
+    unit = None if peaks is None else float(call.scale)
+    name, values = "lse" if lse_only else "forward", (lse, launch.table, launch.sink, peaks, unit)
+    launch.start_rows(_fwd_kernel, name, (launch.gate, y, low), values, LSE_ONLY=lse_only, BOUNDED=bounded(call))
