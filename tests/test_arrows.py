@@ -23,6 +23,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "arguments": set(),
     "call": {"spec"},
+    # steps to the thresholds of entmax, for whoever sums over keys
+    "thresholds": set(),
     # what only the tensors of a call can say of its geometry
     "intervals": {"spec", "call"},
     "mask": {"_private", "arguments", "intervals"},
@@ -48,6 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "intervals",
         "config",
         "errors",
+        "thresholds",
         "backends.replaying",
         "backends.intervals",
     },
@@ -108,6 +111,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
         "registry",
         "differentiating",
+        "thresholds",
         "_private",
         "api",
         "",

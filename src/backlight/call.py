@@ -27,17 +27,20 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Part:
     """Marks a call whose keys are one part of a larger problem's (docs/math.md section 9).
 
-    What a part returns is still to be summed, so y, u, dq, dk and dv come back in the accumulator dtype. An elastic part cannot
-    find the normaliser of the whole row in its own keys, so it is given; a forward with `lse` returns that same lse.
+    What a part returns is still to be summed, so y, u, dq, dk and dv come back in the accumulator dtype. A part with tau or
+    entmax cannot find the lse of the whole row in its own keys, so it is given; a forward with `lse` returns that same lse.
+    With entmax it returns summands at that threshold, p v and w v, and a backward takes dlse for -delta as it stands (eq. 94).
 
-    lse:  [B,Hq,Sq] over all parts, sink included; None without tau.
+    lse:  [B,Hq,Sq] over all parts, sink included; None without tau and entmax, and for a block of keys taken as all there are.
     n:    int32: visible keys of each row over all parts, [Sq]; with a mask, [B|1,Hq|1,Sq]; None without tau.
     tlse: the tangent of lse, for tangents of an elastic part, which are summands then.
+    eta:  [B,Hq,Sq] of eq. 89 over all parts, for the gradient by alpha.
     """
 
     lse: Tensor | None = None
     n: Tensor | None = None
     tlse: Tensor | None = None
+    eta: Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -147,7 +150,8 @@ class Call:
     def features(self) -> tuple[str, ...]:
         """What a backend must know to run the call, of `spec.FEATURES`."""
         packed = ("packed",) if self.varlen else ()
-        return (*self.spec.features, *packed, *(("part",) if self.part is not None else ()))
+        part = () if self.part is None else ("part", "entmax_part") if self.spec.entmax else ("part",)
+        return (*self.spec.features, *packed, *part)
 
     @property
     def gradients(self) -> tuple[str, ...]:
