@@ -124,7 +124,8 @@ def forward(call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     launch = Launch(call)
     y = launch.empty_rows(call.v.shape[-1], call.output_dtype)
     if call.entmax is not None:
-        lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
+        known = launch.known_part
+        lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device) if known is None else compact(known.lse)
         u = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) if save_u else None
         entmax_of(launch, y, lse, u)
         return y, lse, u
