@@ -22,6 +22,7 @@ from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
 from backlight.backends.triton.pair import block_place, pair_tile
 from backlight.backends.triton.powers import LN2, alpha_of, newton, raised, rooted
 from backlight.backends.triton.primitives import LOG2E, Frame, key_span, logits_of, row_block, visible
+from backlight.backends.triton.reach import TOGETHER, candidates_of, reach_of, reached
 from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
 
 # sweeps that step, at most: where eq. 83 holds, so many by the exponent leave o and u right to the digits of 16 bits (the table
@@ -40,7 +41,7 @@ LOWEST, NOTHING = tl.constexpr(-1.0e30), tl.constexpr(-1.0e29)
 
 class Tensors(NamedTuple):
     """Rows of q, k, v, gate, y, u, and the rest by pointers; u is None where it is not kept, live where no tile is left out:
-    room for the numbers of the key tiles that a program visits."""
+    room for the numbers of the key tiles that a program visits. reach: None where none is left out by norms."""
 
     q: Any
     k: Any
@@ -53,6 +54,7 @@ class Tensors(NamedTuple):
     sink_ptr: Any
     live_ptr: Any
     pair: Any
+    reach: Any = None
 
 
 class Place(NamedTuple):
@@ -219,6 +221,29 @@ def bounds(work, k_desc, bound, V: tl.constexpr, PAIR_TMA: tl.constexpr, BM: tl.
 
 
 @triton.jit
+def near_bounds(
+    work, k_desc, bound, candidates, V: tl.constexpr, PAIR_TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """`bounds` from the last tile to the first, of those alone that norms let reach above the bounds so far."""
+    visits = work.visits
+    largest = bound.theta + 1
+    found = 0
+    for chunk in range(visits.start, visits.stop, TOGETHER * BN):
+        bits = tl.zeros([BM], tl.int32)
+        asked = reached(work.live_ptr + found, candidates, chunk, tl.min(bound.theta, 0), work, BM, BN)
+        for step in range(asked):
+            j0 = tl.load(work.live_ptr + found + step).to(tl.int32) * BN
+            x = tile_scores(work, k_desc, j0, False, V, PAIR_TMA, BM, BN)
+            bound, top = bounded(x, work.gain, bound, work.e, V)
+            largest = tl.maximum(largest, top)
+            bits |= (top > bound.theta).to(tl.int32) << step
+        lanes = tl.arange(0, TOGETHER)
+        tiles = tl.load(work.live_ptr + found + lanes, mask=lanes < asked, other=0)
+        found = appended(work.live_ptr, bits, tiles, found, TOGETHER)
+    return bound.theta, largest, found
+
+
+@triton.jit
 def sums(work, k_desc, theta, steps, V: tl.constexpr, PAIR_TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """(F, W, W2 at thresholds, tiles that reach above them), of which `steps` has the first and the end."""
     LIVE: tl.constexpr = work.live_ptr is not None
@@ -333,7 +358,12 @@ def _entmax_kernel(
         # the first group of keys is the sink alone
         theta = tl.zeros([BM], tl.float32) + tl.maximum(sink_z - 1, LOWEST)
         line = tl.where(theta > NOTHING, 1.0, 0.0)
-        theta, largest, found = bounds(work, k_desc, Bound(theta, line, line), V, PAIR_TMA, BM, BN)
+        bound = Bound(theta, line, line)
+        if tensors.reach is not None:
+            candidates = candidates_of(tensors.reach, q, block, alpha, key_tiles, geometry, BN)
+            theta, largest, found = near_bounds(work, k_desc, bound, candidates, V, PAIR_TMA, BM, BN)
+        else:
+            theta, largest, found = bounds(work, k_desc, bound, V, PAIR_TMA, BM, BN)
         if LIVE:
             tl.debug_barrier()
             steps = (0, found * BN)
@@ -387,7 +417,7 @@ def entmax_of(launch: Launch, y: Tensor, lse: Tensor, u: Tensor | None) -> None:
     launch.start(
         _entmax_kernel,
         grid,
-        Tensors(*rows, kept, lse, launch.table, launch.sink, live, pair),
+        Tensors(*rows, kept, lse, launch.table, launch.sink, live, pair, None if live is None else reach_of(launch, config)),
         *launch.all_described(config, (), (launch.k, launch.v)),
         pair_desc,
         Frame(launch.mask(config, of_rows=True), packing, geometry),

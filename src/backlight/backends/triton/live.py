@@ -11,11 +11,12 @@ from torch import Tensor
 
 from backlight.backends.triton.band import head_table
 from backlight.backends.triton.config import KernelConfig
-from backlight.backends.triton.entmax import CHUNK, Place, either, scores
+from backlight.backends.triton.entmax import CHUNK, Place, Work, either, scores
 from backlight.backends.triton.launch import Launch, compact, rows_of
 from backlight.backends.triton.loads import key_tile, own_tile
 from backlight.backends.triton.powers import above, alpha_of, raised, sink_above
 from backlight.backends.triton.primitives import LOG2E, Frame, key_span, row_block
+from backlight.backends.triton.reach import TOGETHER, candidates_of, reach_of, reached
 from backlight.backends.triton.visits import Mask, intervals_of, tiles_of, visited, visits_of
 from backlight.call import Call
 
@@ -36,6 +37,7 @@ class Given(NamedTuple):
     table_ptr: Any
     sink_ptr: Any
     pair: Any
+    reach: Any = None
 
 
 class Made(NamedTuple):
@@ -85,11 +87,26 @@ def _entmax_rows_kernel(
     moved = w
     f = w
     w2 = w
+    REACH: tl.constexpr = given.reach is not None
+    # tiles that are told of together: under norms, those of them that may reach above the thresholds
+    TILES: tl.constexpr = TOGETHER if REACH else CHUNK
+    if REACH:
+        candidates = candidates_of(given.reach, q, block, alpha, key_tiles, geometry, BN)
+        work = Work(q, given.k, place, geometry, visits, None, 0.0, e, 0.0)
+        sees = exists & (lse > float("-inf"))
+        low = tl.min(tl.where(sees, lse * (alpha - 1) - 1, float("inf")), 0)
+        list_ptr = given.reach.list + (tl.cast(tl.program_id(1), tl.int64) * tl.num_programs(0) + block.tile) * key_tiles
     if visits.start < visits.stop:
-        for chunk in range(visits.start, visits.stop, CHUNK * BN):
+        for chunk in range(visits.start, visits.stop, TILES * BN):
             bits = tl.zeros([BM], tl.int32)
-            for step in range(chunk, tl.minimum(chunk + CHUNK * BN, visits.stop), BN):
+            stop = tl.minimum(chunk + TILES * BN, visits.stop)
+            if REACH:
+                asked = reached(list_ptr, candidates, chunk, low, work, BM, BN)
+                stop = chunk + asked * BN
+            for step in range(chunk, stop, BN):
                 j0, at_edge = visited(step, visits, V, BN)
+                if REACH:
+                    j0 = tl.load(list_ptr + (step - chunk) // BN).to(tl.int32) * BN
                 k = key_tile(given.k, k_desc, block, j0, BN, V.D, V.BD, TMA)
                 x = scores(q, k, j0, at_edge, place, geometry, V, PAIR_TMA, BM, BN)
                 if LIVE:
@@ -113,10 +130,14 @@ def _entmax_rows_kernel(
                     of_keys += tl.sum((p * e - own) * dp, 1)
                     moved += tl.sum(slopes * dp, 1)
             if LIVE:
-                lanes_of_tiles = tl.arange(0, CHUNK)
-                tiles = chunk // BN + lanes_of_tiles
-                alive = (tl.reduce(bits, 0, either) >> lanes_of_tiles) & 1
-                tl.store(live_ptr + tiles, alive.to(tl.int8), mask=tiles < key_tiles)
+                told = tl.arange(0, TILES)
+                tiles = chunk // BN + told
+                exist = tiles < key_tiles
+                if REACH:
+                    tiles = tl.load(list_ptr + told, mask=told < asked, other=0).to(tl.int32)
+                    exist = told < asked
+                alive = (tl.reduce(bits, 0, either) >> told) & 1
+                tl.store(live_ptr + tiles, alive.to(tl.int8), mask=exist)
     if V.SINK:
         sink = tl.load(given.sink_ptr + block.h).to(tl.float32)
         u0 = sink_above(sink, lse, alpha)
@@ -230,7 +251,16 @@ def _start(launch: Launch, lse: Tensor, dlse: Tensor | None, do: Tensor | None, 
         launch.start(
             _entmax_rows_kernel,
             grid,
-            Given(*rows, lse, None if dlse is None else compact(dlse), eta, launch.table, launch.sink, pair),
+            Given(
+                *rows,
+                lse,
+                None if dlse is None else compact(dlse),
+                eta,
+                launch.table,
+                launch.sink,
+                pair,
+                reach_of(launch, config),
+            ),
             made,
             *launch.all_described(config, (), (launch.k, launch.v)),
             pair_desc,
