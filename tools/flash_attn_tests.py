@@ -62,7 +62,7 @@ def install(checkout: Path, version: str, device: str) -> None:
         torch.einsum = _in_fp32(torch.einsum)
     folder = checkout / "flash_attn"
     _module("flash_attn", folder, **_functions(flash_attn))
-    _module("flash_attn.flash_attn_interface", USE_TRITON_ROCM=False, __getattr__=lambda _: _private)
+    _module("flash_attn.flash_attn_interface", USE_TRITON_ROCM=False, __getattr__=_private_name)
     _module("flash_attn.layers", folder / "layers")
     _module("flash_attn.layers.rotary", apply_rotary_emb=apply_rotary_emb)
     names = ("_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_bwd_sparse_mla", "get_scheduler_metadata", "flash_attn_combine")
@@ -129,6 +129,12 @@ def _private(*_: Any, **__: Any) -> None:
     import pytest
 
     pytest.skip("a private name, or one that we do not have")
+
+
+def _private_name(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _private
 
 
 def apply_rotary_emb(
