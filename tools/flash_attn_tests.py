@@ -257,7 +257,7 @@ def counted(options: argparse.Namespace, version: str, folder: Path) -> dict[str
         print((folder / f"{version}-0.log").read_text()[-2000:])
     found = Counter(row[2] for row in rows)
     failures = sorted({f"{name.partition('::')[2]} {given}: {why}" for name, given, result, why in rows if result == FAILED})
-    reasons = Counter(why for *_, result, why in rows if result == OTHER)
+    reasons = Counter(why.partition(", got")[0] or "skipped by the test" for *_, result, why in rows if result == OTHER)
     counts = {key: found[key] for key in (PASSED, FAILED, OTHER, LATE)}
     return counts | {"failures": failures, "reasons": dict(reasons.most_common(12))}
 
