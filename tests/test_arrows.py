@@ -80,20 +80,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "direct": {"_private", "spec", "call", "binding", "running", "operators"},
     "documents": {"_private", "spec", "binding"},
-    "api": {
-        "spec",
-        "call",
-        "arguments",
-        "binding",
-        "contexts",
-        "intervals",
-        "mask",
-        "errors",
-        "registry",
-        "operators",
-        "direct",
-        "documents",
-    },
+    "api": {"spec", "call", "arguments", "binding", "contexts", "mask", "registry", "operators", "direct", "documents"},
+    "explaining": {"call", "binding", "contexts", "intervals", "mask", "registry", "documents", "api"},
     "tangents": {"spec", "call", "arguments", "binding", "contexts", "derivatives", "second_operators", "api"},
     # weights are formed by the tiled backend's own code: no second copy of scores, mask and elastic weights
     "attention_statistics": {"spec", "call", "running", "api", "backends.tiled"},
@@ -102,7 +90,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     # torch's own operators, answered: a bound call below everything that autograd, compilers and transforms do
     "slot": {"_private", "spec", "call", "binding", "registry", "running"},
     # the doctor by name only: it is loaded when somebody asks for it
-    "": {"spec", "errors", "mask", "packing", "slopes", "slot", "api", "attention_statistics", "tangents", "doctor"},
+    "": {
+        *("spec", "errors", "mask", "packing", "slopes", "slot", "api", "explaining"),
+        *("attention_statistics", "tangents", "doctor"),
+    },
     # the options of a layer are checked by the code that checks those of a call
     "nn": {"spec", "arguments", "binding", "mask", "api", ""},
     "compat": {"spec", "arguments", "mask", "api", "call", ""},
