@@ -30,7 +30,9 @@ OPTIONS = {
     "entmax": None,
     "mask": None,
     "return_lse": False,
+    "return_max_logit": False,
     "deterministic": None,
+    "exact_delta": None,
     "backend": None,
     "context": None,
 }
@@ -38,7 +40,7 @@ OPTIONS = {
 
 def test_exported_names() -> None:
     exported = {"AttentionSpec", "AttentionStatistics", "Explanation", "Unsupported", "__version__"}
-    exported |= {"alibi", "attention", "attention_varlen", "doctor", "explain", "mask", "statistics"}
+    exported |= {"alibi", "attention", "attention_varlen", "cu_seqlens", "doctor", "explain", "mask", "statistics"}
     exported |= {"attention_jvp", "attention_varlen_jvp", "activate", "activated", "deactivate"}
     assert set(backlight.__all__) == exported
     assert all(hasattr(backlight, name) for name in exported)

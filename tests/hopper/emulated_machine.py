@@ -17,6 +17,7 @@ DTYPES = {
     "fp16": np.float16,
     "fp32": np.float32,
     "int8": np.int8,
+    "int16": np.int16,
     "int32": np.int32,
     "int64": np.int64,
     "int1": np.bool_,

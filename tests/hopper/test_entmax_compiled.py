@@ -51,7 +51,7 @@ def call_of(
 
 def reports_of(call: Call, *modules: ModuleType) -> list[Report]:
     with compiled(*modules) as reports:
-        y, lse, u = forward.forward(call, save_u=True)
+        y, lse, u, _ = forward.forward(call, save_u=True)
         if backward in modules:
             host.backward(call, y, lse, u, y, lse, frozenset({"dq", "dk", "dv"}))
     return reports

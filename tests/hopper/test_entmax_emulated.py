@@ -63,7 +63,7 @@ def examine(problem: Problem, late: bool) -> None:
     call = problem.call
     needs = frozenset({"dq", "dk", "dv", *(f"d{term}" for term in ("sink", "gate") if getattr(call, term) is not None)})
     with emulator.emulated(forward, backward, dq_convert, dq_rows, prepass, alive, late=late):
-        y, lse, u = forward.forward(call, save_u=True)
+        y, lse, u, _ = forward.forward(call, save_u=True)
         gradients = host.backward(call, y, lse, u, problem.dy, problem.dlse, needs)
     # alpha is a number here, which has no gradient
     given = {"dentmax": oracle(call, problem.dy, problem.dlse, keep=("dentmax",))["dentmax"]}

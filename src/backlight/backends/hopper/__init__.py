@@ -76,6 +76,7 @@ def _reasons_of_entmax(call: Call) -> list[str]:
 
     alpha, width = call.spec.alpha, max(call.q.shape[-1], call.v.shape[-1])
     beside = {"bias": call.spec.bias, "deterministic": call.deterministic, "a mask by row intervals": call.spec.rows}
+    beside["return_max_logit"] = call.max_logit
     reasons = [f"entmax together with {name}" for name, is_asked in beside.items() if is_asked]
     if alpha is None or not ALPHAS[0] <= alpha <= ALPHAS[1]:
         shown = "that is learned" if alpha is None else f"of {alpha:g}"
@@ -93,6 +94,9 @@ class HopperBackend:
     takes = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "entmax", "rows", "packed"})
     # proven in the emulator and by the compiler, not timed yet: an empty set makes it the choice of calls that name no backend
     by_name_only = frozenset({"entmax"})
+    order = (
+        "tiles of packed sequences do not go by their mean length; dq from a kernel that owns rows, so seven products, not five"
+    )
     derivatives = dict.fromkeys(("tangent", "second"), frozenset({"causal", "window", "packed"}))
 
     def available(self) -> tuple[str, ...]:
@@ -163,7 +167,7 @@ class HopperBackend:
 
         return in_use()
 
-    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         forward, _, replayed, _ = host()
         return replayed(forward, call, (), save_u)
 

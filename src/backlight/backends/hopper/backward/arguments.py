@@ -107,6 +107,8 @@ class Variant(NamedTuple):
     INTERVALS: int = 0
     # entmax: its exponent e where that is compiled in, -1 where not, 0 without
     ENTMAX: int = 0
+    # dq is added in a fixed order (order.py)
+    ORDERED: bool = False
 
 
 @arguments
@@ -147,6 +149,7 @@ class Backward(Sizes):
     most: Maybe
     few: Maybe
     together_if_few: Maybe
+    order_ptr: Maybe
     V: gl.constexpr
     buffers: Maybe
     Q_EMPTY: gl.constexpr

@@ -54,6 +54,15 @@ class Entmax(NamedTuple):
     slopes_ptr: Any
 
 
+class Extras(NamedTuple):
+    """What some callers want besides y and lse: the largest logits of rows (peaks.py) with the factor that makes them of raw
+    products, the low half of y (eq. 103)."""
+
+    peaks_ptr: Any
+    unit: Any
+    low_ptr: Any
+
+
 class Variant(NamedTuple):
     """What is compiled in: a kernel holds no trace of a term that the spec does not have."""
 
@@ -100,6 +109,12 @@ class Variant(NamedTuple):
     STEPS: int = 0
     # lse is known: one sweep for the blocks that live and for W
     KNOWN: bool = False
+    # how the largest logits are found (peaks.py)
+    PEAKS: int = 0
+    # columns of the low half of y, 0 where nobody keeps it
+    LOW: int = 0
+    # it leaves through shared memory, as O does
+    LOW_SHARED: bool = False
 
 
 @arguments
@@ -114,6 +129,7 @@ class Buffers:
     q: gl.shared_memory_descriptor
     o: gl.shared_memory_descriptor
     u: Maybe
+    low: Maybe
     tile: gl.shared_memory_descriptor
     overflow: Maybe
     intervals: Maybe
@@ -152,6 +168,11 @@ class Forward(Sizes):
     key_tiles: Maybe
     most: Maybe
     entmax: Maybe
+    extras: Maybe
+    low_desc: Maybe
+    low_stride_b: Maybe
+    low_stride_h: Maybe
+    low_stride_s: Maybe
     V: gl.constexpr
     buffers: Buffers
     k: Ring
