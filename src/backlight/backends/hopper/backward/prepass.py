@@ -185,6 +185,11 @@ def by_lse(dlse_ptr, terms, place, seen, V: tl.constexpr):
 
 
 @triton.jit
+def leave_do(do_ptr, dy, row, columns, mask, V: tl.constexpr):
+    tl.store(do_ptr + row[:, None] * V.DV + columns[None, :], dy.to(do_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def clear_rows(acc_ptr, first, lanes, V: tl.constexpr):
     BD: tl.constexpr = V.BD
     BM: tl.constexpr = V.BM
@@ -236,7 +241,6 @@ def _prepass_kernel(
         dy = dy.to(tl.float32) * weight
     lse = tl.load(lse_ptr + head.to(tl.int64) * sq + row, mask=inside, other=float("-inf"))
     seen = lse != float("-inf")
-    mean = delta
     if V.TAU or V.ENTMAX != 0:
         mean = tl.sum(dy.to(tl.float32) * floats_at(terms.u_ptr, u_strides, b, h, row, columns, mask), 1)
         delta = delta if V.TAU else mean
@@ -258,8 +262,7 @@ def _prepass_kernel(
     if (tile == tiles - 1) & (head == tl.num_programs(1) - 1):
         clear_counters(delta_ptr + padded + BM, V)
     if V.COPY_DO or V.GATE:
-        place = do_ptr + (head.to(tl.int64) * sq + row)[:, None] * V.DV + columns[None, :]
-        tl.store(place, dy.to(do_ptr.dtype.element_ty), mask=mask)
+        leave_do(do_ptr, dy, head.to(tl.int64) * sq + row, columns, mask, V)
     if V.CLEAR_DQ:
         clear_rows(acc_ptr, padded, lanes, V)
 
