@@ -55,13 +55,14 @@ def install(checkout: Path, version: str, device: str) -> None:
     from backlight.compat import flash_attn, flash_attn_cute, flash_attn_interface
 
     if device == "cpu":
-        torch.cuda.get_device_capability = lambda *_: (9, 0)
+        # version 4 skips more on Hopper than on Blackwell
+        torch.cuda.get_device_capability = lambda *_: (10 if version == "4" else 9, 0)
         torch.cuda.get_device_properties = lambda *_: argparse.Namespace(total_memory=1 << 40, multi_processor_count=132)
         torch.cuda.synchronize = lambda *_: None
         torch.einsum = _in_fp32(torch.einsum)
     folder = checkout / "flash_attn"
     _module("flash_attn", folder, **_functions(flash_attn))
-    _module("flash_attn.flash_attn_interface", USE_TRITON_ROCM=False, __getattr__=lambda _: _private)
+    _module("flash_attn.flash_attn_interface", USE_TRITON_ROCM=False, __getattr__=_private_name)
     _module("flash_attn.layers", folder / "layers")
     _module("flash_attn.layers.rotary", apply_rotary_emb=apply_rotary_emb)
     names = ("_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_bwd_sparse_mla", "get_scheduler_metadata", "flash_attn_combine")
@@ -128,6 +129,12 @@ def _private(*_: Any, **__: Any) -> None:
     import pytest
 
     pytest.skip("a private name, or one that we do not have")
+
+
+def _private_name(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _private
 
 
 def apply_rotary_emb(
@@ -216,6 +223,7 @@ def work(options: argparse.Namespace) -> None:
     draw.shuffle(jobs)
     with options.out.open("a") as lines, open(os.devnull, "w") as nothing:
         for name, function, given in jobs[options.mine :: options.processes]:
+            print(name, given, file=sys.stderr, flush=True)
             sys.stdout = nothing
             found = (LATE, "") if time.time() > options.ends else outcome(function, given, options.each)
             sys.stdout = sys.__stdout__
@@ -249,7 +257,7 @@ def counted(options: argparse.Namespace, version: str, folder: Path) -> dict[str
         print((folder / f"{version}-0.log").read_text()[-2000:])
     found = Counter(row[2] for row in rows)
     failures = sorted({f"{name.partition('::')[2]} {given}: {why}" for name, given, result, why in rows if result == FAILED})
-    reasons = Counter(why for *_, result, why in rows if result == OTHER)
+    reasons = Counter(why.partition(", got")[0] or "skipped by the test" for *_, result, why in rows if result == OTHER)
     counts = {key: found[key] for key in (PASSED, FAILED, OTHER, LATE)}
     return counts | {"failures": failures, "reasons": dict(reasons.most_common(12))}
 

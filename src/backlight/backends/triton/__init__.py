@@ -59,9 +59,9 @@ class TritonBackend:
     )
     order = "a program for each tile of a sequence, no sum across programs; dq, dk and dv from kernels of their own"
     # a new term has no derivatives until it is named here too
-    twice = frozenset({"causal", "window", "softcap", "bias", "sink", "gate", "rows", "pos", "packed"})
+    twice = frozenset({"causal", "window", "softcap", "bias", "sink", "gate", "pair_bias", "rows", "pos", "packed"})
     derivatives: ClassVar[dict[str, frozenset[str]]] = {
-        "tangent": twice | {"tau", "pair_bias", "part"},
+        "tangent": twice | {"tau", "part"},
         "second": twice,
     }
 

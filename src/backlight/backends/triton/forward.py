@@ -48,10 +48,40 @@ def sums_with_sink(sink_ptr, unit, BM: tl.constexpr):
 
 
 @triton.jit
-def store_of_rows(ptr, x, block, sq, geometry, BM: tl.constexpr):
-    """A number for each row, as lse has."""
-    ptr += tl.cast(block.b * geometry.heads + block.h, tl.int64) * sq + block.row
-    tl.store(ptr + tl.arange(0, BM), x, mask=tl.arange(0, BM) < block.n_rows)
+def store_numbers(ptr, numbers, block, sq, geometry, BM: tl.constexpr):
+    """One for each row of a block, if somebody wants them."""
+    if ptr is not None:
+        ptr += tl.cast(block.b * geometry.heads + block.h, tl.int64) * sq + block.row
+        tl.store(ptr + tl.arange(0, BM), numbers, mask=tl.arange(0, BM) < block.n_rows)
+
+
+@triton.jit
+def store_low(low_rows, block, o, dtype: tl.constexpr, V: tl.constexpr, BM: tl.constexpr):
+    """What rounding takes from y (eq. 103), if somebody wants it."""
+    if low_rows is not None:
+        low = o - o.to(dtype).to(tl.float32)
+        store_tile(at(low_rows, block.b, block.h, block.row), low_rows.row, block.n_rows, low, BM, V.DV, V.BDV)
+
+
+@triton.jit
+def larger(peak, t, x, peak_unit, unit, V: tl.constexpr):
+    """The largest logits of rows after a tile (eq. 72), if somebody wants them: of x or, where x is more, of t."""
+    if peak_unit is not None:
+        if V.SOFTCAP or V.BIAS or V.PAIR > 0:
+            largest = tl.max(tl.where(x == float("-inf"), x, t * peak_unit), 1)
+        else:
+            largest = tl.max(x, 1) * (unit * LN2)
+        peak = tl.maximum(peak, largest)
+    return peak
+
+
+@triton.jit
+def with_table(x, table_ptr, block, j0, span, geometry, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Logits with the learned bias by distance, where there is one."""
+    if V.BIAS:
+        entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
+        x = add_bias(x, 1.0, table_ptr, entry, j0, span, geometry, V, BM, BN)
+    return x
 
 
 @triton.jit
@@ -83,7 +113,6 @@ def _fwd_kernel(
     table_ptr = head_table(table_ptr, block.h, geometry, True)
     key_lanes = tl.arange(0, BN)[None, :]
     q = own_tile(q_rows, block, BM, V.D, V.BD)
-
     # maxima are kept in units of x, the base-2 logit before its positive factor; BOUNDED: what is subtracted from base-2 logits
     unit = geometry.unit
     row_max = tl.full([BM], 0.0 if BOUNDED else float("-inf"), tl.float32)
@@ -92,9 +121,7 @@ def _fwd_kernel(
         sink, row_max, row_sum = sums_with_sink(sink_ptr + block.h, unit, BM)
     BDV: tl.constexpr = V.BDV
     o = tl.zeros([BM, BDV], tl.float32)
-    # largest products of rows, negated where the scale is; of what is not s they need a look of their own
     peak = tl.full([BM], float("-inf"), tl.float32)
-    APART: tl.constexpr = V.SOFTCAP or V.BIAS or V.PAIR > 0
     span, visits, intervals = keys_of(block, mask, sq, sk, n_segments, geometry, V, BN)
     if visits.start < visits.stop:
         for step in range(visits.start, visits.stop, BN):
@@ -106,9 +133,7 @@ def _fwd_kernel(
             else:
                 addend = pair_of(block, j0, pair, pair_desc, unit, V, PAIR_TMA, BM, BN)
                 x, _ = logits_of(t, 1.0, addend, geometry, V, "none")
-            if V.BIAS:
-                entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
-                x = add_bias(x, 1.0, table_ptr, entry, j0, span, geometry, V, BM, BN)
+            x = with_table(x, table_ptr, block, j0, span, geometry, V, BM, BN)
             if V.INTERVALS == 0 and not WHOLE:
                 at_edge = (j0 < span.low) | (j0 > span.high)
             if BOUNDED:
@@ -118,38 +143,26 @@ def _fwd_kernel(
                 x = tl.where(seen, x, float("-inf"))
                 if BOUNDED:
                     x, row_max = lowered(x, row_max, j0 == span.start)
-            if peaks_ptr is not None and APART:
-                product = t * peak_unit
-                peak = tl.maximum(peak, tl.max(tl.where(x == float("-inf"), x, product), 1))
+            peak = larger(peak, t, x, peak_unit, unit, V)
             if BOUNDED:
                 p = tl.exp2(x)
                 row_sum += tl.sum(p, 1)
             else:
-                if peaks_ptr is not None and not APART:
-                    peak = tl.maximum(peak, tl.max(x, 1))
                 p, rescale, row_max, row_sum = online_step(x, row_max, row_sum, unit)
                 if not LSE_ONLY:
                     o = o * rescale[:, None]
             if not LSE_ONLY:
                 v = key_tile(v_rows, v_desc, block, j0, BN, V.DV, V.BDV, TMA)
                 o = tl.dot(p.to(v.dtype), v, o, input_precision=V.PRECISION)
-    if not BOUNDED:
-        row_max *= unit
-    lse2 = row_max + tl.log2(row_sum)
+    lse2 = row_max * (1.0 if BOUNDED else unit) + tl.log2(row_sum)
     if V.SINK:
         lse2 = tl.where(sink == float("inf"), sink, lse2)
-    store_of_rows(lse_ptr, lse2 * LN2, block, sq, geometry, BM)
-    if peaks_ptr is not None:
-        if not APART:
-            peak *= unit * LN2
-        store_of_rows(peaks_ptr, peak, block, sq, geometry, BM)
+    store_numbers(lse_ptr, lse2 * LN2, block, sq, geometry, BM)
+    store_numbers(peaks_ptr, peak, block, sq, geometry, BM)
     if not LSE_ONLY:
         o = o / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
         o = store_gated(y_rows, gate_rows, block, o, V, BM)
-        if low_rows is not None:
-            # eq. 103
-            low = o - o.to(q.dtype).to(tl.float32)
-            store_tile(at(low_rows, block.b, block.h, block.row), low_rows.row, block.n_rows, low, BM, V.DV, V.BDV)
+        store_low(low_rows, block, o, q.dtype, V, BM)
 
 
 def bounded(call: Call) -> bool:

@@ -50,6 +50,18 @@ class Made(NamedTuple):
     sums_ptr: Any
 
 
+@triton.jit
+def with_sink(w, entropy, sink_ptr, lse, alpha, V: tl.constexpr):
+    """Sums of slopes and of p ln p with the sink's."""
+    e = 1 / (alpha - 1)
+    sink = tl.load(sink_ptr).to(tl.float32)
+    u0 = sink_above(sink, lse, alpha)
+    w0 = raised(u0, e, V, 1)
+    w += w0
+    entropy += tl.where(u0 > 0, w0 * u0 * e * tl.log(tl.where(u0 > 0, u0, 1.0)), 0.0)
+    return w, entropy
+
+
 @triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
 def _entmax_rows_kernel(
     given, made, k_desc, v_desc, pair_desc, frame, sq, sk, n_segments, V: tl.constexpr, PAIR_TMA: tl.constexpr,
@@ -139,11 +151,7 @@ def _entmax_rows_kernel(
                 alive = (tl.reduce(bits, 0, either) >> told) & 1
                 tl.store(live_ptr + tiles, alive.to(tl.int8), mask=exist)
     if V.SINK:
-        sink = tl.load(given.sink_ptr + block.h).to(tl.float32)
-        u0 = sink_above(sink, lse, alpha)
-        w0 = raised(u0, e, V, 1)
-        w += w0
-        entropy += tl.where(u0 > 0, w0 * u0 * e * tl.log(tl.where(u0 > 0, u0, 1.0)), 0.0)
+        w, entropy = with_sink(w, entropy, given.sink_ptr + block.h, lse, alpha, V)
     weighs = w > 0
     safe_w = tl.where(weighs, w, 1.0)
     if made.slopes_ptr is not None:

@@ -104,7 +104,7 @@ def store_tile(ptr, stride, n, value, B: tl.constexpr, D: tl.constexpr, BD: tl.c
 
 @triton.jit
 def store_gated(y_rows, gate_rows, block, o, V: tl.constexpr, BM: tl.constexpr):
-    """y of a row block: o, under the gate where there is one; returned as it is before rounding."""
+    """y of a row block: o, under the gate where there is one; returned as it was before it was rounded."""
     if V.GATE:
         gate = own_tile(gate_rows, block, BM, V.DV, V.BDV)
         o = o * tl.sigmoid(gate.to(tl.float32))
