@@ -9,10 +9,14 @@ from torch.autograd import gradcheck
 
 import backlight
 from backlight.api import call_of
-from backlight.backends.tiled.entmax import Sums, _sum_of, power
+from backlight.backends.tiled import entmax as tiled_entmax
+from backlight.backends.tiled.config import Tile
+from backlight.backends.tiled.primitives import Scores
 from backlight.binding import ALPHAS
+from backlight.config import Config, override
 from backlight.reference import GRADIENTS, oracle
 from backlight.reference.entmax import slope, threshold
+from backlight.thresholds import Bound, Sums, power
 
 ANY = (1.05, 1.1, 1.25, 1.5, 1.75, 2.0)
 F64 = torch.float64
@@ -71,21 +75,13 @@ def test_rows_of_nothing_and_infinity() -> None:
 
 def lower_bound(z: Tensor, e: Tensor) -> Tensor:
     """Eq. 84 over tiles of 64 keys."""
-    theta = z[:, :64].amax(dim=-1, keepdim=True) - 1
-    line, slope = torch.zeros_like(theta), torch.zeros_like(theta)
+    nothing = torch.zeros(len(z), 1, dtype=F64)
+    bound = Bound(torch.full_like(nothing, -torch.inf), nothing, nothing)
     for tile in z.split(64, dim=-1):
-        new = torch.maximum(theta, tile.amax(dim=-1, keepdim=True) - 1)
-        had = (line - slope * (new - theta)).clamp(min=0)
+        new = torch.maximum(bound.theta, tile.amax(dim=-1, keepdim=True) - 1)
         u = (tile - new).clamp(min=0)
-        h = power(power(u, e).sum(dim=-1, keepdim=True), 1 / e)
-        s = torch.where(h > 0, power(u, e - 1).sum(dim=-1, keepdim=True) / power(h, e - 1), 0)
-        t = torch.zeros_like(h)
-        for _ in range(2):
-            t = t + _sum_of(had - slope * t, h - s * t, slope, s, e).newton(e).clamp(min=0)
-        both = _sum_of(had - slope * t, h - s * t, slope, s, e)
-        theta, line = new + t, power(both.f, 1 / e)
-        slope = torch.where(both.f > 0, both.w / power(both.f, 1 - 1 / e), 0)
-    return theta
+        bound = bound.joined(new, *(power(u, exponent).sum(dim=-1, keepdim=True) for exponent in (e, e - 1)), e)
+    return bound.theta
 
 
 @pytest.mark.parametrize(("alpha", "steps"), [(1.5, 2), (1.25, 1)])
@@ -229,3 +225,38 @@ def test_against_the_package() -> None:
         wanted = entmax.entmax_bisect(s, alpha, dim=-1, n_iter=60) if theirs is None else theirs(s, dim=-1)
         found = oracle(call_of(q, k, v, scale=1.0, entmax=alpha)).p[0, 0]
         assert float((found - wanted).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("options", [{}, {"sink": torch.tensor([0.5, -2.0], dtype=F64)}, {"softcap": 3.0}, {"scale": -0.4}])
+@pytest.mark.parametrize("reaching", [300, 90])
+def test_tiles_beyond_the_reach_of_norms_are_left_out(
+    options: dict[str, object], reaching: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a bias that falls with distance: as many digits as without, and fewer products; beyond a short table nothing is left
+    out."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 300, 8, dtype=F64, requires_grad=True) for _ in range(3))
+    bias = (-0.3 * torch.arange(reaching, dtype=F64)).repeat(2, 1).requires_grad_()
+    alphas = torch.tensor([1.3, 1.9], dtype=F64, requires_grad=True)
+    counts: list[int] = []
+    honest = Scores.tile
+
+    def counted(self: Scores, tile: Tile) -> Tensor:
+        counts.append((tile.i1 - tile.i0) * (tile.j1 - tile.j0))
+        return honest(self, tile)
+
+    monkeypatch.setattr(Scores, "tile", counted)
+
+    def results() -> tuple[list[Tensor], int]:
+        counts.clear()
+        with override("tiled", Config(32, 32, 32, 2)):
+            y, lse = backlight.attention(q, k, v, causal=True, bias=bias, entmax=alphas, return_lse=True, **options)
+            gradients = torch.autograd.grad(y.square().sum() + lse.sin().sum(), (q, k, v, bias, alphas))
+        return [y, lse, *gradients], sum(counts)
+
+    found, done = results()
+    monkeypatch.setattr(tiled_entmax, "limits", lambda call: False)
+    wanted, all_done = results()
+    assert done < (0.8 if reaching == 300 else 1.1) * all_done
+    for one, other in zip(found, wanted, strict=True):
+        assert float((one - other).detach().abs().max()) < 1e-10

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import backlight
 from backlight import call as call_module
-from backlight.call import Call
+from backlight.call import Call, trust_borders
+from backlight.compat import flash_attn
 from backlight.spec import AttentionSpec
 
 
@@ -75,6 +76,41 @@ def test_calls_take_them() -> None:
     found = backlight.attention_varlen(q, q, q, backlight.cu_seqlens([3, 5]), causal=True)
     wanted = backlight.attention_varlen(q, q, q, torch.tensor([0, 3, 8]), causal=True)
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_borders_taken_at_their_word(slow_reading: list[Tensor], inference: bool) -> None:
+    with torch.inference_mode(inference):
+        cu = torch.tensor([0, 3, 8], dtype=torch.int32)
+        trust_borders(cu, 8)
+        for _ in range(2):
+            packed(cu, 8).check_borders()
+        assert slow_reading == []
+        # a pair bias must reach as far as the longest, which nobody has said
+        call = packed(cu, 8)
+        call.pair_bias = torch.zeros(1, 1, 4, 4)
+        with pytest.raises(ValueError, match="the longest sequence, 5 rows and 5 keys"):
+            call.check_borders()
+        with pytest.raises(ValueError, match="must end at the packed length 9, got 8"):
+            packed(cu, 9).check_borders()
+
+
+def test_flash_attn_waits_for_nothing(slow_reading: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as borders are checked, not read: kernels read them on the device, which the CPU's backend does on the host."""
+    checked: list[bool] = []
+    honest = Call._find_segments
+
+    def checks_first(call: Call) -> Any:
+        before = len(slow_reading)
+        call.check_borders()
+        checked.append(len(slow_reading) == before)
+        return honest(call)
+
+    monkeypatch.setattr(Call, "_find_segments", checks_first)
+    q = torch.randn(8, 2, 16)
+    cu = torch.tensor([0, 3, 8], dtype=torch.int32)
+    flash_attn.flash_attn_varlen_func(q, q, q, cu, cu.clone(), 5, 5, causal=True)
+    assert checked == [True]
 
 
 @pytest.mark.parametrize(

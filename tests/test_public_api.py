@@ -30,7 +30,9 @@ OPTIONS = {
     "entmax": None,
     "mask": None,
     "return_lse": False,
+    "return_max_logit": False,
     "deterministic": None,
+    "exact_delta": None,
     "backend": None,
     "context": None,
 }

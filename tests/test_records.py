@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from compact import COMPACT
+from compact import COMPACT, LONG_DATA
 
 from backlight.bench.results import read
 
@@ -44,9 +44,16 @@ def test_every_picture_of_a_record_is_shown() -> None:
 def test_records_and_pictures_are_compact() -> None:
     """If not: python tools/compact.py FILE."""
     assert not tracked("benchmarks/results/*.json"), "compressed as .json.gz"
-    for path in tracked("benchmarks/results/*.json.gz", "benchmarks/results/*.svg", "docs/images/*.svg"):
+    for path in tracked("benchmarks/results/*.json.gz", "benchmarks/results/*.svg", "docs/images/*.svg", "src/*/triton.json"):
         text = read(path)
         assert COMPACT[path.suffixes[0]](text) == text, path
+
+
+def test_long_data_is_compressed() -> None:
+    """If not: python tools/compact.py FILE. What changes with many commits stays as lines that git can merge."""
+    lines = {"doctor-shares.json", "versions.json", "hopper-kernels-before-after.md"}
+    found = {path.name for path in tracked("docs/data/*") if path.suffix != ".gz" and path.stat().st_size > LONG_DATA}
+    assert found <= lines
 
 
 def test_the_repository_is_small() -> None:
@@ -106,6 +113,28 @@ def test_neighbours_of_one_style_say_it_once_and_straight_lines_name_one_coordin
         "</svg>",
     ]
     assert COMPACT[".svg"](small) == small
+
+
+def test_lines_of_a_grid_and_marks_at_an_axis_are_one_path_each() -> None:
+    grid, mark, words = 'class="s0"', 'class="s1"', '<text x="1" y="9" class="s2">1</text>'
+    rows = "".join(
+        f'<path d="M{x} 9V1" {grid}/><use xlink:href="#tick" x="{x}" y="9" {mark}/>{words if x == 2 else ""}' for x in (1, 2, 3)
+    )
+    sheet = "<defs><style>*{}\n.s0{fill:none;stroke:#b0b0b0}\n.s1{stroke:#000000}\n.s2{font-size:8px}</style></defs>"
+    drawn = (
+        '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
+        f'{sheet}<defs><path id="tick" d="M0 0V3.5" {mark}/></defs>{rows}'
+        f'<path d="M1 1L3 7" {grid}/><path d="M4 9V1" {grid}/></svg>'
+    )
+    assert COMPACT[".svg"](drawn).splitlines()[5:] == [
+        '<path d="M1 9V1M2 9V1M3 9V1" class="s0"/>',
+        '<path d="M1 9v3.5M2 9v3.5M3 9v3.5" class="s1"/>',
+        '<text x="1" y="9" class="s2">1</text>',
+        '<g class="s0"><path d="M1 1L3 7"/>',
+        '<path d="M4 9V1"/>',
+        "</g>",
+        "</svg>",
+    ]
 
 
 def test_a_long_curve_ends_where_it_ended() -> None:

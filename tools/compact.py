@@ -1,8 +1,9 @@
 """Make records and pictures small before they are committed: python tools/compact.py FILE...
 
 A record (.json) gets a line for each case and row instead of one for each number, and keeps seven digits of what is not whole:
-a card's clock has no more to tell; in benchmarks/results it is compressed as well, as FILE.json.gz. A picture (.svg) loses what
-nobody sees; no point moves by a hundredth of its unit or more, and none of a long curve by more than a twentieth.
+a card's clock has no more to tell. In benchmarks/results it is compressed as well, as FILE.json.gz, and so is what is long in
+docs/data, as FILE.gz (`zcat` shows it). A picture (.svg) loses what nobody sees; no point moves by a hundredth of its unit or
+more, and none of a long curve by more than a twentieth.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ ElementTree.register_namespace("xlink", LINK)
 
 # a curve of so many points is written in steps of tenths
 LONG = 16
+# a file of docs/data with more bytes is compressed
+LONG_DATA = 4000
 
 
 def _line(value: Any) -> str:
@@ -48,15 +51,22 @@ def record(text: str) -> str:
 
 def picture(text: str) -> str:
     """Matplotlib's drawing without its description, empty groups and long names, and with each style written once."""
+    while (shorter := _pass(text)) != text:
+        text = shorter
+    return text
+
+
+def _pass(text: str) -> str:
     root = ElementTree.fromstring(text)
     used = re.findall(r'(?:href="|url\()#([\w.-]+)', text)
     names = {name: f"n{number}" for number, name in enumerate(dict.fromkeys(used))}
     sheet = root.find(f"{{{SVG}}}defs/{{{SVG}}}style")
-    rules = "" if sheet is None else sheet.text or ""
+    rules = "" if sheet is None else re.sub(r"('DejaVu Sans'), '[^;}]*sans-serif", r"\1,Verdana,sans-serif", sheet.text or "")
     # those of a picture that was made small before
     styles = {style: name for name, style in re.findall(r"\n\.(s\d+)\{(.*)\}", rules)}
     known = len(styles)
     _shorten(root, names, styles)
+    _join_lines(root, {name for style, name in styles.items() if "fill:none" in style or "fill:" not in style})
     if sheet is not None:
         sheet.text = rules.strip() + "".join(f"\n.{name}{{{style}}}" for style, name in list(styles.items())[known:])
     return ElementTree.tostring(root, encoding="unicode").replace(" />", "/>").strip() + "\n"
@@ -85,6 +95,54 @@ def _shorten(element: Element, names: dict[str, str], styles: dict[str, str]) ->
             place = list(element).index(child)
             element[place : place + 1] = list(child)
     _gather(element, {name for style, name in styles.items() if re.search(r"(^|;)opacity:", style)})
+
+
+# a mark at an axis
+MARK = re.compile(r"M0 0([HV])(-?[\d.]+)")
+
+
+def _join_lines(root: Element, outlined: set[str]) -> None:
+    """Marks at an axis become lines, and lines along an axis become one path with others of their look.
+
+    Between them there are such lines and words only, which do not cover each other.
+    """
+    marks = {path.get("id"): path for path in root.iter(f"{{{SVG}}}path") if MARK.fullmatch(path.get("d", ""))}
+    for parent in list(root.iter()):
+        for use in parent.findall(f"{{{SVG}}}use"):
+            mark = marks.get(use.get(f"{{{LINK}}}href", "")[1:])
+            if mark is not None and "transform" not in use.attrib and mark.get("class", "") in outlined:
+                axis, length = MARK.fullmatch(mark.get("d", "")).groups()  # type: ignore[union-attr]
+                line = f"M{use.get('x', '0')} {use.get('y', '0')}{axis.lower()}{length}"
+                look = {key: use.get(key) or mark.get(key, "") for key in ("clip-path", "class")}
+                use.tag = f"{{{SVG}}}path"
+                use.attrib.clear()
+                use.attrib.update({"d": line} | {key: value for key, value in look.items() if value})
+    used = set(re.findall(r'(?:href="|url\()#([\w.-]+)', ElementTree.tostring(root, encoding="unicode")))
+    for parent in list(root.iter()):
+        for child in list(parent):
+            unused = child.get("id") in marks and child.get("id") not in used
+            if unused or (child.tag == f"{{{SVG}}}defs" and not len(child)):
+                parent.remove(child)
+        _join_children(parent, outlined)
+
+
+def _join_children(parent: Element, outlined: set[str]) -> None:
+    first: dict[tuple[str, str], Element] = {}
+    for child in list(parent):
+        line = child.tag == f"{{{SVG}}}path" and child.attrib.keys() <= {"d", "clip-path", "class"}
+        if line and child.get("class", "") in outlined and _axis_lines(child.get("d", "")):
+            look = child.get("clip-path", ""), child.get("class", "")
+            if look in first:
+                first[look].set("d", first[look].get("d", "") + child.get("d", ""))
+                parent.remove(child)
+            else:
+                first[look] = child
+        elif child.tag != f"{{{SVG}}}text":
+            first = {}
+
+
+def _axis_lines(path: str) -> bool:
+    return re.fullmatch(r"(?:M-?[\d.]+ -?[\d.]+[HVhv]-?[\d.]+)+", path) is not None
 
 
 def _gather(element: Element, translucent: set[str]) -> None:
@@ -178,16 +236,22 @@ def crisp(cells: Any) -> Any:
     return cells.numpy().repeat(4, 0).repeat(4, 1)
 
 
+def compressed(text: str) -> bytes:
+    return gzip.compress(text.encode(), 9, mtime=0)
+
+
 def shrink(path: Path) -> Path:
     """The file that is there now."""
-    text = COMPACT[path.suffix](path.read_text())
-    if path.suffix != ".json" or "results" not in path.parent.parts[-2:]:
-        path.write_text(text)
-        return path
-    kept = path.with_name(f"{path.name}.gz")
-    kept.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
-    path.unlink()
-    return kept
+    text = COMPACT.get(path.suffix, str)(path.read_text())
+    folders = path.resolve().parts
+    long_data = folders[-3:-1] == ("docs", "data") and len(text.encode()) > LONG_DATA
+    if long_data or (path.suffix == ".json" and "results" in folders[-3:]):
+        kept = path.with_name(f"{path.name}.gz")
+        kept.write_bytes(compressed(text))
+        path.unlink()
+        return kept
+    path.write_text(text)
+    return path
 
 
 def main(paths: list[str]) -> None:

@@ -76,6 +76,7 @@ SCALE: dict[str, list[Edit]] = {
     "transpose-dk": [backward(DK, "add_product_(dk[:, :, tile.i0 : tile.i1], scores.q[:, keys].mT, dx.mT)")],
     "transpose-dv": [backward(DV, "add_product_(dv[:, :, tile.i0 : tile.i1], do[:, keys].mT, a.mT)")],
     "transpose-dq": [backward(DQ, "add_product_(dq[:, keys], dx.mT, scores.k[:, tile.i0 : tile.i1])")],
+    "columns-lost": [forward("block.put_rows(y, o)", "o[..., 8:] = 0; block.put_rows(y, o)")],
     "swap-dk-dv": [backward(PUT_DV, PUT_DV.replace('"dv"', '"dk"')), backward(PUT_DK, PUT_DK.replace('"dk"', '"dv"'))],
     "swap-dq-dk": [backward(PUT_DQ, PUT_DQ.replace('"dq"', '"dk"')), backward(PUT_DK, PUT_DK.replace('"dk"', '"dq"'))],
     "scale-dbias": [backward(DBIAS, DBIAS.replace("flip(-1)", "flip(-1) * call.scale"))],
@@ -133,9 +134,12 @@ HEADS: dict[str, list[Edit]] = {
         )
     ],
     "nan-cell": [backward(PUT_DV, after("dv[0, 3, 5] /= torch.zeros(()) * dv[0, 3, 5]", PUT_DV))],
-    "input-changed": [forward("    return y, lse, u", "    call.q.detach().mul_(2)\n    return y, lse, u")],
+    "input-changed": [forward("    return y, lse, kept", "    call.q.detach().mul_(2)\n    return y, lse, kept")],
     "cached-result": [
-        forward("    return y, lse, u", '    return globals().setdefault("KEPT", {}).setdefault(call.q.shape, (y, lse, u))')
+        forward(
+            "    return y, lse, kept, out.peaks",
+            '    return globals().setdefault("KEPT", {}).setdefault(call.q.shape, (y, lse, kept, out.peaks))',
+        )
     ],
 }
 

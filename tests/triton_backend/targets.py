@@ -2,8 +2,8 @@
 
     python tests/triton_backend/targets.py docs/data/triton-targets.json
 
-compiles the whole grid (ten minutes of a processor) and writes what every kernel took; tools/make_targets_table.py makes a
-table of it.
+compiles the whole grid (ten minutes of a processor) and writes what every kernel took; tools/compact.py compresses that, and
+tools/make_targets_table.py makes a table of it.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def standing_in_for(card: str) -> Iterator[None]:
 def launches_of(combination: Combination) -> list[Launched]:
     call = call_of(combination)
     with standing_in_for(combination.card), recorded(*KERNELS) as launches:
-        y, lse, u = forward.forward(call, save_u=True)
+        y, lse, u, _ = forward.forward(call, save_u=True)
         backward(call, y, lse, u, torch.zeros_like(y), None, frozenset(call.gradients))
     return launches
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import backlight
+from backlight.call import trust_borders
 from backlight.compat.flash_runs import Runs, borders
 from backlight.mask import Mask
 
@@ -72,7 +73,7 @@ def attend_varlen(
     """`attend_packed` of sequences between borders, of which only the first `used` rows and keys may count."""
     whole = used[0] is None and used[1] is None
     if whole and slopes is None and seen is None:
-        return backlight.attention_varlen(q, k, v, *cu_seqlens, return_lse=True, **options)
+        return _attend_between(q, k, v, cu_seqlens, options)
     sequences, others = (cu.shape[0] - 1 for cu in cu_seqlens)
     if others != sequences:
         raise ValueError(f"cu_seqlens_k must have as many sequences as cu_seqlens_q, {sequences}, got {others}")
@@ -106,7 +107,15 @@ def attend_packed(
         options = options | {"mask": _mask(first + rows.first[z], end + rows.first[z])}
     if slopes is not None:
         options = options | backlight.alibi(slopes, rows.longest(), keys.longest(), causal=options["causal"])
-    return backlight.attention_varlen(q, k, v, *(cu_seqlens or borders(rows, keys)), return_lse=True, **options)
+    return _attend_between(q, k, v, cu_seqlens or borders(rows, keys), options)
+
+
+def _attend_between(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sides, options: Options) -> Sides:
+    """Borders are taken at the caller's word, as FlashAttention takes them: nobody waits for a device to check them."""
+    if not torch.compiler.is_compiling():
+        for cu, x in zip(cu_seqlens, (q, k), strict=True):
+            trust_borders(cu, x.shape[0])
+    return backlight.attention_varlen(q, k, v, *cu_seqlens, return_lse=True, **options)
 
 
 def _attend_padded(

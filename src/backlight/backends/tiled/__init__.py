@@ -17,7 +17,9 @@ class TiledBackend:
     summary = "plain PyTorch, any device, fp16 to fp64, every variant, linear memory"
     takes = frozenset(
         {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "entmax", "rows", "pos", "packed", "part"}
+        | {"entmax_part"}
     )
+    order = "products of one sequence at a time; tiles of packed ones do not go by their lengths"
     # a new term has no derivatives until it is named here too
     twice = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed"})
     derivatives: ClassVar = {"tangent": twice | {"part"}, "second": twice}
@@ -34,7 +36,7 @@ class TiledBackend:
         return config_of(call)
 
     @torch.no_grad()
-    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         from backlight.backends.tiled.forward import forward
 
         return forward(call, save_u)
@@ -46,6 +48,12 @@ class TiledBackend:
         from backlight.backends.tiled.backward import backward
 
         return backward(call, y, lse, u, dy, dlse, needs)
+
+    @torch.no_grad()
+    def entmax_sums(self, call: Call) -> Tensor:
+        from backlight.backends.tiled.forward import entmax_sums
+
+        return entmax_sums(call)
 
     @torch.no_grad()
     def tangent(self, call: Call, tangents: dict[str, Tensor], known: tuple[Any, ...] | None) -> tuple[Any, ...]:

@@ -88,6 +88,8 @@ def _prepass(
     dtype, slab, group = call.accumulator_dtype, block.slab, block.group
     y, do = block.rows_of(incoming.y).to(dtype), block.rows_of(incoming.dy).to(dtype)
     lse = block.rows_of(incoming.lse[..., None])
+    if call.exact_delta and incoming.u is not None:
+        y = y + block.rows_of(incoming.u).to(dtype)
     delta = (do * y).sum(dim=-1, keepdim=True)
     if call.gate is not None:
         weight = torch.sigmoid(block.rows_of(call.gate).to(dtype))
@@ -133,7 +135,8 @@ def _prepass_entmax(
     delta = (do * block.rows_of(incoming.u)).sum(dim=-1, keepdim=True)
     if incoming.dlse is not None:
         dlse = block.rows_of(incoming.dlse[..., None]).to(dtype).masked_fill(lse == -math.inf, 0)
-        delta -= dlse / entmax.slope_sums(scores, lse, lse2, block_tiles)
+        # of a part it is -delta of the whole row
+        delta -= dlse if call.part is not None else dlse / entmax.slope_sums(scores, lse, lse2, block_tiles)
     if "dsink" in sums:
         dsink = block.sum_positions(entmax.sink_weights(lse)[1] * delta).neg_()
         add_heads_(sums["dsink"], block.slab, block.group, dsink)
@@ -157,6 +160,8 @@ def _backward_slab(
     v_columns = columns(keys_of(call.v, slab).to(scores.operand))
     elastic = Elastic(call, slab, workspace) if call.tau is not None else None
     entmax = Entmax(call, slab) if call.entmax is not None else None
+    if entmax is not None:
+        entmax.skip_by_norms(scores)
 
     dk = torch.zeros_like(scores.k_columns, dtype=dtype) if "dk" in out else None
     dv = torch.zeros_like(v_columns, dtype=dtype) if "dv" in out else None
@@ -169,6 +174,7 @@ def _backward_slab(
         block_tiles = scores.visited(tiles(call.spec, i0, i1, z.sq, z.sk, config))
         if entmax is not None:
             entmax.start(block)
+            block_tiles = entmax.left(block_tiles, block.rows_of(incoming.lse[..., None]))
             do_exact, lse2, delta = _prepass_entmax(incoming, scores, entmax, block_tiles, out, sums)
         else:
             do_exact, lse2, delta = _prepass(incoming, call, block, elastic, out, sums)
@@ -184,6 +190,9 @@ def _backward_slab(
                 a, m = p, None
             else:
                 above = entmax.above(scores.tile(tile), lse2, part)
+                # elsewhere the question would wait for a device
+                if above.device.type == "cpu" and not bool(above.any()):
+                    continue
                 # ds has the slope where that of a softmax has p
                 (a, p), m = entmax.weights(above, part), None
             if elastic is not None:
@@ -212,8 +221,9 @@ def _backward_slab(
             if dk is not None:
                 add_product_(dk[:, :, keys], scores.q[:, part].mT, dx)
         if by_alpha is not None:
-            rows = incoming.rows(block)
-            add_heads_(sums["dentmax"], slab, call.group, block.sum_positions(by_alpha.rows(*rows)))
+            eta = None if call.part is None else call.part.eta
+            rows = by_alpha.rows(*incoming.rows(block)) if eta is None else by_alpha.of_part(block.rows_of(eta[..., None]))
+            add_heads_(sums["dentmax"], slab, call.group, block.sum_positions(rows))
         if "dq" in out:
             block.put_rows(out["dq"], dq.mul_(call.scale))
     if dk is not None:

@@ -55,7 +55,9 @@ class TritonBackend:
     summary = "portable GPU kernels, fp16 bf16 fp32, every variant"
     takes = frozenset(
         {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "entmax", "rows", "pos", "packed", "part"}
+        | {"entmax_part"}
     )
+    order = "a program for each tile of a sequence, no sum across programs; dq, dk and dv from kernels of their own"
     # a new term has no derivatives until it is named here too
     twice = frozenset({"causal", "window", "softcap", "bias", "sink", "gate", "pair_bias", "rows", "pos", "packed"})
     derivatives: ClassVar[dict[str, frozenset[str]]] = {
@@ -102,7 +104,7 @@ class TritonBackend:
 
         return table_in_use(device)
 
-    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         forward, _, replayed, _ = host()
         return forward(call, save_u) if interpreting() else replayed(forward, call, (), save_u, setting(call.q.dtype))
 
@@ -116,6 +118,12 @@ class TritonBackend:
             if interpreting()
             else replayed(backward, call, tensors, needs, setting(call.q.dtype))
         )
+
+    def entmax_sums(self, call: Call) -> Tensor:
+        from backlight.backends.triton.live import part_sums
+
+        with torch.no_grad():
+            return part_sums(call)
 
     def tangent(self, call: Call, tangents: dict[str, Tensor], known: tuple[Any, ...] | None) -> tuple[Any, ...]:
         if call.tau is not None:

@@ -53,13 +53,18 @@ def member_of(number, entry_b, entry_h, own_heads, pair):
 
 @triton.jit
 def member_ds(
-    tensors, descriptors, block, j0, span, at_edge, addend, delta, frame, lengths,
-    V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    tensors, descriptors, block, tile, values, frame, lengths, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """ds of the rows of a block and the keys from j0 on. addend: pair bias less lse, in base 2; lengths: of whole tensors."""
+    """ds of the rows of a block and a tile of keys: the first of them, what the rows span, whether the mask cuts it.
+
+    values: pair bias less lse, in base 2, and delta; lengths: of whole tensors.
+    """
     geometry = frame.geometry
     segment = block.segment
     q_desc, do_desc, k_desc, v_desc = descriptors
+    TMA: tl.constexpr = q_desc is not None
+    j0, span, at_edge = tile
+    addend, delta = values
     sq, sk, n_segments = lengths
     i0 = block.row - segment.q_start
     rows_place = (block.b, block.h, segment.q_start)
@@ -105,7 +110,6 @@ def _dpair_kernel(
     heads share a head of the bias, of which there are bias_heads. dpair: [groups,Bb,Hb,Sq,Sk], its batch the first two axes."""
     pair = tensors.pair
     geometry = frame.geometry
-    TMA: tl.constexpr = q_desc is not None
     key_tiles = tl.cdiv(sk, BN)
     i0, j0 = tl.program_id(0) // key_tiles * BM, tl.program_id(0) % key_tiles * BN
     group = tl.program_id(1) % groups
@@ -137,8 +141,8 @@ def _dpair_kernel(
             next_b, next_h = member_of(tl.minimum(member + 1, stop - 1), entry_b, entry_h, own_heads, pair)
             next_lse2, next_delta = row_vectors(tensors, next_b, next_h, pitch16, i0, geometry, BM)
             total += member_ds(
-                tensors, (q_desc, do_desc, k_desc, v_desc), own, j0, span, at_edge, bias + minus_lse2, delta, frame,
-                (sq, sk, n_segments), V, TMA, BM, BN,
+                tensors, (q_desc, do_desc, k_desc, v_desc), own, (j0, span, at_edge), (bias + minus_lse2, delta), frame,
+                (sq, sk, n_segments), V, BM, BN,
             )  # fmt: skip
     entries = tl.num_programs(1) // groups // bias_heads
     store_pair(tensors.dpair, (group * entries + entry_b, entry_h, i0, j0), sq, total, BM, BN)
@@ -176,8 +180,8 @@ def _packed_dpair_kernel(
             delta = load_vector(tensors.delta_ptr + offset, 0, n_rows, 0.0, BM, True)[:, None]
             at_edge = (j0 < span.low) | (j0 > span.high) | (V.INTERVALS > 0)
             ds = member_ds(
-                tensors, (q_desc, do_desc, k_desc, v_desc), block, j0, span, at_edge, bias + minus_lse2, delta, frame,
-                (sq, sk, n_segments), V, False, BM, BN,
+                tensors, (q_desc, do_desc, k_desc, v_desc), block, (j0, span, at_edge), (bias + minus_lse2, delta), frame,
+                (sq, sk, n_segments), V, BM, BN,
             )  # fmt: skip
             # other sequences may have these rows
             total += tl.where(rows < segment.sq, ds, 0.0)

@@ -67,21 +67,22 @@ class Launch(Preparing):
     def start_small(self, kernel: Any, programs: int, args: Sequence[Any], which: str = "") -> None:
         self.start(kernel, (programs,), *args, BLOCK=small.BLOCK, num_warps=4, enable_fp_fusion=True)
 
-    def start_rows(self, kernel: Any, name: str, tensors: Sequence[Tensor], values: Sequence[Any], **named: Any) -> None:
+    def start_rows(self, kernel: Any, name: str, tensors: Sequence[Tensor | None], values: Sequence[Any], **named: Any) -> None:
         """A kernel whose programs own rows and read K and V: `tensors` have rows, `values` are what it takes besides."""
         config = self.config(name)
         grid = self.row_grid(config.block_m)
         if grid[0] and grid[1]:
             tma, descriptors = self.descriptors(config, config.block_n, self.k, self.v)
             own = (rows_of(x) for x in (self.q, self.k, self.v))
-            others = (rows_of(x) for x in tensors)
+            others = (None if x is None else rows_of(x) for x in tensors)
             shared = (self.mask(config, of_rows=True), *self.shared(self.call.cu_seqlens_q, config.block_m))
             pair_tma, pair = self.pair(config)
             named |= {"V": self.variant, "TMA": tma, "PAIR_TMA": pair_tma, "WHOLE": self.whole_tiles(config.block_n)}
             self.start(kernel, grid, *own, *descriptors, *others, *values, *pair, *shared, **named, **config.launch)
 
     @property
-    def elastic_part(self) -> Part | None:
+    def known_part(self) -> Part | None:
+        """The part of rows whose lse is known, which a call with tau or entmax may be."""
         part = self.call.part
         return None if part is None or part.lse is None else part
 
@@ -157,9 +158,8 @@ class Launch(Preparing):
     @cached_property
     def counts(self) -> Tensor:
         """Visible keys of rows where kernels do not count them: of parts [Sq], under a mask [B|1, Hq|1, Sq]."""
-        part = self.elastic_part
-        if part is not None:
-            assert part.n is not None
+        part = self.known_part
+        if part is not None and part.n is not None:
             return compact(part.n)
         return self.q if self.call.rows is None or self.call.tau is None else self._count(self.call.rows)
 
@@ -242,7 +242,7 @@ class Launch(Preparing):
             LIVE=self.live is not None,
             GATE=spec.gate,
             VARLEN=call.varlen,
-            PART=self.elastic_part is not None,
+            PART=self.known_part is not None,
             INTERVALS=0 if call.rows is None else call.rows.shape[2] // 2,
             POS=spec.pos,
             LINEAR=spec.softcap is None and not spec.pair_bias and self.logit_units[0] == 1.0,

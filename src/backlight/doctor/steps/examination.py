@@ -23,6 +23,7 @@ from backlight.doctor.steps import (
     deep,
     forward_mode,
     hard_inputs,
+    hidden_tiles,
     prescaled,
     probes,
     remedies,
@@ -224,7 +225,8 @@ class Examination(Sheet):
 
     def _observed_faults(self, observed: Observed) -> None:
         if observed.written_beyond:
-            self.named("write-beyond-end", [f"written in one call: {', '.join(observed.written_beyond)}"])
+            stage = "o" if any("forward" in words for words in observed.written_beyond) else "dq"
+            self.named("write-beyond-end", [f"written in one call: {', '.join(observed.written_beyond)}"], stage=stage)
         if observed.changed_inputs:
             names = ", ".join(observed.changed_inputs)
             self.named(
@@ -301,6 +303,9 @@ class Examination(Sheet):
             # a kernel that repeats itself keeps nothing from call to call: its gradients for dO = 0 have another cause
             remembers = "race-lost-update" in found
             gone = {"race-lost-update", "do-stride", "input-stride"} if remembers else {"accumulates-over-calls"}
+        if "read-beyond-end" in found:
+            # in another layout something else lies beyond the end
+            gone |= {"do-stride", "input-stride"}
         self.findings = [f for f in self.findings if f.id not in gone]
 
     def _explain_what_remains(self, bench: Bench, first: Look) -> Explanation | None:
@@ -409,6 +414,14 @@ class Examination(Sheet):
         if first.name in ROW_TENSORS and only_in_empty_rows(first, self.problem.call):
             self.named("empty-rows-nan", lines, where, stage=first.name)
             return
+        if first.name in ("o", "lse"):
+            tile = hidden_tiles.tile_of(
+                first.nonfinite.flatten(3).any(dim=-1) if first.name == "o" else first.nonfinite, self.problem.call
+            )
+            if tile is not None:
+                detail = "{} rows by {} keys".format(*tile)
+                self.named("maximum-hidden-tile", lines, where, about("maximum-hidden-tile").title.replace("{detail}", detail))
+                return
         place = f", first at {where.text}" if where is not None else ""
         count = int(first.nonfinite.sum())
         verb = "is" if count == 1 else "are"
