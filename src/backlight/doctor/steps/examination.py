@@ -415,9 +415,8 @@ class Examination(Sheet):
             self.named("empty-rows-nan", lines, where, stage=first.name)
             return
         if first.name in ("o", "lse"):
-            tile = hidden_tiles.tile_of(
-                first.nonfinite.flatten(3).any(dim=-1) if first.name == "o" else first.nonfinite, self.problem.call
-            )
+            rows = first.nonfinite.flatten(3).any(dim=-1) if first.name == "o" else first.nonfinite
+            tile = hidden_tiles.tile_of(rows, self.problem.call)
             if tile is not None:
                 detail = "{} rows by {} keys".format(*tile)
                 self.named("maximum-hidden-tile", lines, where, about("maximum-hidden-tile").title.replace("{detail}", detail))
