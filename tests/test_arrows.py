@@ -39,7 +39,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backends.intervals": {"call"},
     # e4m3 tensors and their scales
     "quantising": set(),
-    "fp8": {"spec", "call", "registry", "errors", "quantising", "backends.hopper"},
+    # scores, terms and masks of the emulation are the tiled backend's own
+    "fp8": {
+        "spec",
+        "call",
+        "binding",
+        "config",
+        "registry",
+        "running",
+        "operators",
+        "errors",
+        "quantising",
+        "backends.hopper",
+        "backends.tiled",
+        "backends.triton",
+    },
     "backends.*": {
         "_private",
         "spec",
@@ -90,6 +104,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "operators",
         "direct",
         "documents",
+        "quantising",
+        "fp8",
     },
     "tangents": {"spec", "call", "arguments", "binding", "contexts", "derivatives", "second_operators", "api"},
     # weights are formed by the tiled backend's own code: no second copy of scores, mask and elastic weights
@@ -98,7 +114,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # torch's own operators, answered: a bound call below everything that autograd, compilers and transforms do
     "slot": {"_private", "spec", "call", "binding", "registry", "running"},
     # the doctor by name only: it is loaded when somebody asks for it
-    "": {"spec", "errors", "mask", "slopes", "slot", "api", "attention_statistics", "tangents", "doctor"},
+    "": {"spec", "errors", "fp8", "mask", "slopes", "slot", "api", "attention_statistics", "tangents", "doctor"},
     # the options of a layer are checked by the code that checks those of a call
     "nn": {"spec", "arguments", "binding", "mask", "api", ""},
     "compat": {"spec", "arguments", "mask", "api", ""},

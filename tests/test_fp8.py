@@ -12,7 +12,9 @@ from torch import Tensor
 
 import backlight
 from backlight import fp8
+from backlight.call import Call
 from backlight.errors import Unsupported
+from backlight.fp8 import calls
 from backlight.quantising import in_order, in_register_order, power_of_two, rotation
 from backlight.spec import AttentionSpec
 
@@ -98,7 +100,7 @@ def test_emulated_in_blocks_as_without(sq: int, sk: int, options: dict[str, obje
     """Weights above 2^-14 are rounded the same whatever the maximum so far; what is flushed below that is small."""
     given = fp8.quantize(drawn(2, 4, sq, 64), drawn(2, 2, sk, 64, seed=1) + 1, drawn(2, 2, sk, 64, seed=2))
     spec = AttentionSpec(**options)
-    y, lse = fp8.calls.forward(given, spec, "emulated")
+    y, lse = calls.forward(Call(spec, *fp8.dequantized(given)), given, "emulated")
     y_wanted, lse_wanted = dense(given, spec)
     seen = lse_wanted.isfinite()
     assert torch.equal(seen, lse.isfinite())

@@ -33,6 +33,7 @@ OPTIONS = {
     "deterministic": None,
     "backend": None,
     "context": None,
+    "precision": None,
 }
 
 
@@ -40,6 +41,7 @@ def test_exported_names() -> None:
     exported = {"AttentionSpec", "AttentionStatistics", "Explanation", "Unsupported", "__version__"}
     exported |= {"alibi", "attention", "attention_varlen", "doctor", "explain", "mask", "statistics"}
     exported |= {"attention_jvp", "attention_varlen_jvp", "activate", "activated", "deactivate"}
+    exported |= {"quantize", "quantize_keys"}
     assert set(backlight.__all__) == exported
     assert all(hasattr(backlight, name) for name in exported)
 

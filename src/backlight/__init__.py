@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from backlight.api import Explanation, attention, attention_varlen, explain
     from backlight.attention_statistics import AttentionStatistics, statistics
     from backlight.errors import Unsupported
+    from backlight.fp8.rounding import quantize, quantize_keys
     from backlight.slopes import alibi
     from backlight.slot import activate, activated, deactivate
     from backlight.spec import AttentionSpec
@@ -35,6 +36,8 @@ __all__ = [
     "doctor",
     "explain",
     "mask",
+    "quantize",
+    "quantize_keys",
     "statistics",
 ]
 
@@ -55,12 +58,14 @@ LATER = {
     "activated": "slot",
     "alibi": "slopes",
     "deactivate": "slot",
+    "quantize": "fp8.rounding",
+    "quantize_keys": "fp8.rounding",
     "statistics": "attention_statistics",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("doctor", "mask"):
+    if name in ("doctor", "fp8", "mask"):
         return importlib.import_module(f"{__name__}.{name}")
     if name in LATER:
         return getattr(importlib.import_module(f"{__name__}.{LATER[name]}"), name)

@@ -12,13 +12,14 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from backlight import direct, operators, registry
-from backlight.arguments import shown
+from backlight.arguments import no_flag, shown
 from backlight.binding import Tensors, Window, alphas_of, bind, bind_like_before, flattened, mask_tensors, tensors_given
 from backlight.call import Call
 from backlight.contexts import Context, blocks, innermost
 from backlight.spec import LEARNED
 
 if TYPE_CHECKING:
+    import backlight.fp8
     import backlight.mask
 else:
     # masks are loaded when somebody makes one, or asks for the type of `mask`
@@ -46,22 +47,35 @@ class Options(TypedDict, total=False):
     deterministic: bool | None
     backend: str | None
     context: Context | None
-
-
-@overload
-def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]) -> Tensor: ...
+    precision: Literal["fp8"] | None
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+    q: Tensor | backlight.fp8.Quantised,
+    k: Tensor | backlight.fp8.Keys | None = None,
+    v: Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor | backlight.fp8.Quantised,
+    k: Tensor | backlight.fp8.Keys | None = None,
+    v: Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | backlight.fp8.Quantised,
+    k: Tensor | backlight.fp8.Keys | None = None,
+    v: Tensor | None = None,
     *,
     causal: bool = False,
     window: Window | None = None,
@@ -79,6 +93,7 @@ def attention(
     deterministic: bool | None = None,
     backend: str | None = None,
     context: Context | None = None,
+    precision: Literal["fp8"] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention, differentiable in every tensor argument, in memory linear in the lengths.
 
@@ -107,6 +122,8 @@ def attention(
         deterministic: bitwise repeatable backward; None follows torch.are_deterministic_algorithms_enabled().
         backend: a backend's name, which never falls back; None chooses (see `explain`).
         context: q, k, v and gate are this rank's shard of a longer sequence (see `backlight.distributed.context_parallel`).
+        precision: "fp8" multiplies in e4m3 (docs/fp8.md): on Hopper GPUs by a kernel, elsewhere emulated. q may be what
+            `backlight.quantize` returned, k and v then None; or k what `backlight.quantize_keys` returned, v then None.
 
     Returns:
         y [B, Hq, Sq, Dv] in the dtype of q; with `return_lse` also lse [B, Hq, Sq], fp32 (fp64 for fp64 inputs), natural log.
@@ -124,6 +141,8 @@ def attention(
     }
     rows, pos = (None, None) if mask is None else mask_tensors(mask)
     tensors = (q, k, v, bias, sink, tau, gate, pair_bias, alphas, rows, pos, None, None)
+    if (fp8 := _fp8(q, k, precision)) is not None:
+        return fp8.attend(tensors, options, False, return_lse, backend, innermost(context))
     return _attend(tensors, options, False, return_lse, backend, context, mask)
 
 
@@ -176,6 +195,7 @@ def attention_varlen(
     deterministic: bool | None = None,
     backend: str | None = None,
     context: Context | None = None,
+    precision: Literal["fp8"] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` over packed sequences: nothing is visible across their borders.
 
@@ -187,7 +207,7 @@ def attention_varlen(
         pair_bias: [Zb, Hq or 1, rows or 1, keys], read by positions inside each sequence, so that rows and keys are at least
             those of the longest. Zb divides the number of sequences Z: each entry serves Z / Zb consecutive ones.
         mask: of one batch entry, its rows counted over all of q. The other keywords are those of `attention`; alignment and
-            distances are per sequence.
+            distances are per sequence. With precision="fp8" q, k and v are tensors.
 
     Returns:
         y [Tq, Hq, Dv]; with `return_lse` also lse [Hq, Tq].
@@ -204,6 +224,8 @@ def attention_varlen(
     }
     rows, pos = (None, None) if mask is None else mask_tensors(mask)
     tensors = (q, k, v, bias, sink, tau, gate, pair_bias, alphas, rows, pos, cu_seqlens_q, cu_seqlens_k)
+    if (fp8 := _fp8(q, k, precision)) is not None:
+        return fp8.attend(tensors, options, True, return_lse, backend, innermost(context))
     return _attend(tensors, options, True, return_lse, backend, context)
 
 
@@ -222,7 +244,7 @@ def _attend(
     mask: whose tensors are among these, of a call that is not packed. trusted: see `Call`.
     """
     if return_lse is not True and return_lse is not False:
-        raise _no_flag("return_lse", return_lse)
+        raise no_flag("return_lse", return_lse)
     if not packed and isinstance(tensors[0], Tensor) and tensors[0].dim() == 5:
         return _attend_grid(tensors, options, return_lse, backend, context, mask)
     if context is not None or blocks:
@@ -246,6 +268,15 @@ def _attend(
         if packed:
             y, lse = y[0].transpose(0, 1), lse[0]
     return (y, lse) if return_lse else y  # type: ignore[return-value]
+
+
+def _fp8(q: Any, k: Any, precision: Any) -> Any:
+    """The way in of calls in e4m3, loaded where one is asked for."""
+    if precision is None and isinstance(q, Tensor) and isinstance(k, Tensor):
+        return None
+    from backlight.fp8 import entry
+
+    return entry if entry.asked_for(q, k, precision) else None
 
 
 def _documents() -> Any:
@@ -348,13 +379,16 @@ def explain(
     Under a context (`backlight.distributed.context_parallel`): what this rank would do with its blocks; nothing is sent.
     """
     if return_lse is not True and return_lse is not False:
-        raise _no_flag("return_lse", return_lse)
+        raise no_flag("return_lse", return_lse)
     check_backend(backend)
     bound = _binding(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
     context, tiles, said = innermost(context), None, None
     if context is None:
         call = bound()
-        tiles = None if call.rows is None or call.rows.is_meta else _tile_shares(call)
+        if call.rows is not None and not call.rows.is_meta:
+            from backlight import intervals
+
+            tiles = intervals.tile_shares(call, TILE)
         call, said = _as_documents(options.get("mask"), bound, backend, call)
         reasons = registry.refusals(call)
     else:
@@ -378,12 +412,6 @@ def _as_documents(
     tensors, options, packed = documents.as_packed(mask, tensors, {"causal": False} | options)
     found = bind(tensors, options, packed, trusted=True)
     return found, "documents of known lengths run packed, as attention_varlen does: tiles begin at their borders"
-
-
-def _tile_shares(call: Call) -> tuple[float, float, float]:
-    from backlight import intervals
-
-    return intervals.tile_shares(call, TILE)
 
 
 def call_of(
@@ -413,11 +441,6 @@ def _binding(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, optio
     if cu_seqlens_q is None and isinstance(q, Tensor) and q.dim() == 5:
         tensors, _ = flattened(tensors)
     return partial(bind, tensors, options, cu_seqlens_q is not None)
-
-
-def _no_flag(name: str, value: Any) -> TypeError:
-    # NumPy's bool is called bool too: the module tells them apart
-    return TypeError(f"{name} must be a bool, got {type(value).__module__}.{type(value).__name__}")
 
 
 def check_backend(backend: str | None) -> None:

@@ -11,6 +11,7 @@ from aot import SHARED_MEMORY, compiled
 
 from backlight import fp8
 from backlight.backends.hopper.fp8 import host
+from backlight.call import Call
 from backlight.spec import AttentionSpec
 
 
@@ -18,7 +19,7 @@ from backlight.spec import AttentionSpec
 def test_kernel(d: int, causal: bool) -> None:
     q, k, v = (torch.randn(1, heads, 256, d).bfloat16() for heads in (4, 2, 2))
     with compiled(host) as reports:
-        host.forward(fp8.quantize(q, k, v), AttentionSpec(causal=causal))
+        host.forward(Call(AttentionSpec(causal=causal), q, k, v), fp8.quantize(q, k, v))
     (report,) = reports
     assert not report.warnings, str(report)
     assert report.spills == 0, str(report)

@@ -15,9 +15,10 @@ from backlight.backends.hopper.forward.arguments import Terms
 from backlight.backends.hopper.fp8.arguments import Scales, Variant
 from backlight.backends.hopper.fp8.kernel import _fp8_kernel
 from backlight.backends.hopper.launch import GLUON_DTYPES, multiprocessors, nothing
+from backlight.call import Call
 from backlight.config import resolve
 from backlight.quantising import BLOCK, Quantised
-from backlight.spec import LOG2E, AttentionSpec
+from backlight.spec import LOG2E
 
 NO_TERMS = Terms(None, None, None, None, None)
 WIDTHS = (64, 128)
@@ -44,9 +45,9 @@ def tiles(tensor: Tensor, rows: int, width: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
 
 
-def forward(given: Quantised, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+def forward(call: Call, given: Quantised) -> tuple[Tensor, Tensor]:
     """(y, lse)."""
-    keys = given.keys
+    keys, spec = given.keys, call.spec
     batch, heads, sq, d = given.q.shape
     kv_heads, sk = keys.k.shape[1:3]
     device = given.q.device
