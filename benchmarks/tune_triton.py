@@ -213,6 +213,7 @@ def write(path: Path, rows: list[dict]) -> None:
         record["rows"] = kept + rows
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1))
+    sys.stdout.write(f"before it is committed: python tools/compact.py {path}\n")
 
 
 def jobs_at(places: str) -> list[tuple[int, str, str, str]]:

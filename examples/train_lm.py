@@ -1,11 +1,11 @@
-"""Train two small language models on Alice in Wonderland, softmax and Lazy Attention side by side, and draw what they learned.
+"""Train small language models of Alice in Wonderland, with softmax, Lazy Attention and entmax, and draw what they learned.
 
     python examples/train_lm.py                         800 steps each: minutes on a CPU
     python examples/train_lm.py --device cuda           seconds to a minute on a GPU
     python examples/train_lm.py --steps 100 --out pics  what `make demo` runs
 
 The model, the loop and the pictures are the modules `text`, `model`, `train` and `pictures` of `backlight.demo`. The attention
-is one line in `model.py`: `Attention(dim, heads)` or `LazyAttention(dim, heads, distances=64)`.
+is one line in `model.py`: `Attention(dim, heads)`, `LazyAttention(dim, heads, distances=64)` or `EntmaxAttention(dim, heads)`.
 """
 
 import argparse

@@ -114,7 +114,7 @@ INTERFACES = (
                 (floats(2, 1, 5, 4), "(2, 1, 5, 4)"),
                 (numbers(1, 1), "(2,)"),
             ],
-            "dropout": [*NO_NUMBER, (0.1, "0.1"), (-1, "-1"), (None, "None")],
+            "dropout": [*NO_NUMBER, (1.1, "1.1"), (-1, "-1"), (None, "None")],
             "scaling": [("2", "str"), (float("nan"), "nan")],
             "is_causal": NO_FLAG[:2],
             "sliding_window": [*NO_WHOLE, (0, "0"), (-4, "-4")],
@@ -131,7 +131,7 @@ INTERFACES = (
             "cu_seq_lens_k": [(numbers(0, 5), "(2,)")],
             "cache": [({}, "{}")],
         },
-        # the call's own names; a batch with borders is found at query; a mask or dropout may be right and without equivalent
+        # the call's own names; a batch with borders is found at query; a mask may be right and without equivalent
         named={
             "query": "q",
             "key": "k",

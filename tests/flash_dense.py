@@ -19,8 +19,13 @@ def dense(
     softcap: float = 0.0,
     slopes: Tensor | None = None,
     chunk: int = 0,
+    window: tuple[int | None, int | None] = (None, None),
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [Sq, Hq, Dv] and lse [Hq, Sq] of q [Sq, Hq, D], k and v [Sk, Hkv, D]."""
+    """out [Sq, Hq, Dv] and lse [Hq, Sq] of q [Sq, Hq, D], k and v [Sk, Hkv, D].
+
+    window_size: -1 is an open side. window: the same with None for an open side, and sides that may be negative.
+    """
     (sq, hq, d), (sk, hkv, _) = q.shape, k.shape
     k, v = (x.repeat_interleave(hq // hkv, dim=1) for x in (k, v))
     s = torch.einsum("ihd,jhd->hij", q, k) * (d**-0.5 if softmax_scale is None else softmax_scale)
@@ -38,10 +43,16 @@ def dense(
         seen &= j >= at - left
     if right >= 0:
         seen &= j <= at + right
+    if window[0] is not None:
+        seen &= j >= at - window[0]
+    if window[1] is not None:
+        seen &= j <= at + window[1]
     if chunk:
         seen &= torch.div(at, chunk, rounding_mode="floor") == j // chunk
     lse = s.masked_fill(~seen, -torch.inf).logsumexp(-1) if sk else s.new_full((hq, sq), -torch.inf)
     some = seen.any(dim=1)
+    if sink is not None:
+        lse, some = torch.logaddexp(lse, sink[:, None].expand(hq, sq)), torch.ones_like(some)
     p = torch.where(seen, (s - torch.where(some, lse, 0.0)[..., None]).masked_fill(~seen, -torch.inf).exp(), 0.0)
     return torch.einsum("hij,jhd->ihd", p, v), lse
 

@@ -23,6 +23,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "arguments": set(),
     "call": {"spec"},
+    # steps to the thresholds of entmax, for whoever sums over keys
+    "thresholds": set(),
     # what only the tensors of a call can say of its geometry
     "intervals": {"spec", "call"},
     "mask": {"_private", "arguments", "intervals"},
@@ -62,6 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "intervals",
         "config",
         "errors",
+        "thresholds",
         "backends.replaying",
         "backends.intervals",
     },
@@ -111,13 +114,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     # weights are formed by the tiled backend's own code: no second copy of scores, mask and elastic weights
     "attention_statistics": {"spec", "call", "running", "api", "backends.tiled"},
     "slopes": {"arguments"},
+    "packing": {"arguments", "call"},
     # torch's own operators, answered: a bound call below everything that autograd, compilers and transforms do
     "slot": {"_private", "spec", "call", "binding", "registry", "running"},
     # the doctor by name only: it is loaded when somebody asks for it
-    "": {"spec", "errors", "fp8", "mask", "slopes", "slot", "api", "attention_statistics", "tangents", "doctor"},
+    "": {"spec", "errors", "fp8", "mask", "packing", "slopes", "slot", "api", "attention_statistics", "tangents", "doctor"},
     # the options of a layer are checked by the code that checks those of a call
     "nn": {"spec", "arguments", "binding", "mask", "api", ""},
-    "compat": {"spec", "arguments", "mask", "api", ""},
+    "compat": {"spec", "arguments", "mask", "api", "call", ""},
     "integrations": {"_private", "spec", "arguments", "intervals", "mask", "api", ""},
     # blocks of a sharded call go to a backend each: it looks one up, as `running` does
     "distributed": {
@@ -132,6 +136,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
         "registry",
         "differentiating",
+        "thresholds",
         "_private",
         "api",
         "",

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import card
 
+from backlight.bench.results import read
+
 TESTS = """
 import pytest
 
@@ -55,7 +57,7 @@ def test_what_is_chosen_is_shared_out_evenly(tmp_path: Path) -> None:
 def test_pages_quote_the_record() -> None:
     """What docs/hopper.md and docs/kernels.md say of the case list on the card."""
     docs = card.ROOT / "docs"
-    whole, pairs, elastic = map(json.loads, (docs / "data" / "cases-card-h200.jsonl").read_text().splitlines())
+    whole, pairs, elastic = map(json.loads, read(docs / "data" / "cases-card-h200.jsonl.gz").splitlines())
     hopper, triton = (
         whole["counts"][f"tests/conformance/test_gpu.py::test_case_on_cuda, {backend}"] for backend in ("hopper", "triton")
     )

@@ -183,6 +183,8 @@ def test_every_head_moves_within_a_few_steps(short_run):
         assert (moment.density > 0).all()
         assert (moment.density <= 1).all()
     assert short_run["lazy"].bias_change.shape == (2, 4)
+    assert short_run["entmax"].alpha_change.shape == (2, 4)
+    assert (short_run["entmax"].moments[-1].density < 1).any()
 
 
 def test_a_few_steps_are_not_called_learned(short_run):
@@ -198,13 +200,15 @@ def test_the_seed_decides_everything():
     assert first.losses != other.losses
 
 
-def test_both_models_start_from_the_same_weights():
+def test_all_models_start_from_the_same_weights():
     torch.manual_seed(0)
     softmax = CharacterModel("softmax", 10)
-    torch.manual_seed(0)
-    lazy = CharacterModel("lazy", 10)
+    others = []
+    for kind in ("lazy", "entmax"):
+        torch.manual_seed(0)
+        others.append(CharacterModel(kind, 10).state_dict())
     for name, value in softmax.state_dict().items():
-        assert torch.equal(value, lazy.state_dict()[name]), name
+        assert all(torch.equal(value, other[name]) for other in others), name
 
 
 def test_made_text_is_that_of_whole_passes():
@@ -264,7 +268,7 @@ def test_pictures_are_written(short_run, console, tmp_path):
     pytest.importorskip("matplotlib")
     pictures.report(console, short_run, tmp_path / "new")
     written = sorted(path.name for path in (tmp_path / "new").iterdir())
-    assert written == ["train_lm.png", "train_lm.svg"]
+    assert written == ["train_entmax.png", "train_entmax.svg", "train_lm.png", "train_lm.svg"]
     assert (tmp_path / "new" / "train_lm.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -9,10 +9,10 @@ from torch.autograd import gradcheck
 
 import backlight
 from backlight.api import call_of
-from backlight.backends.tiled.entmax import Sums, _sum_of, power
 from backlight.binding import ALPHAS
 from backlight.reference import GRADIENTS, oracle
 from backlight.reference.entmax import slope, threshold
+from backlight.thresholds import Bound, Sums, power
 
 ANY = (1.05, 1.1, 1.25, 1.5, 1.75, 2.0)
 F64 = torch.float64
@@ -71,21 +71,13 @@ def test_rows_of_nothing_and_infinity() -> None:
 
 def lower_bound(z: Tensor, e: Tensor) -> Tensor:
     """Eq. 84 over tiles of 64 keys."""
-    theta = z[:, :64].amax(dim=-1, keepdim=True) - 1
-    line, slope = torch.zeros_like(theta), torch.zeros_like(theta)
+    nothing = torch.zeros(len(z), 1, dtype=F64)
+    bound = Bound(torch.full_like(nothing, -torch.inf), nothing, nothing)
     for tile in z.split(64, dim=-1):
-        new = torch.maximum(theta, tile.amax(dim=-1, keepdim=True) - 1)
-        had = (line - slope * (new - theta)).clamp(min=0)
+        new = torch.maximum(bound.theta, tile.amax(dim=-1, keepdim=True) - 1)
         u = (tile - new).clamp(min=0)
-        h = power(power(u, e).sum(dim=-1, keepdim=True), 1 / e)
-        s = torch.where(h > 0, power(u, e - 1).sum(dim=-1, keepdim=True) / power(h, e - 1), 0)
-        t = torch.zeros_like(h)
-        for _ in range(2):
-            t = t + _sum_of(had - slope * t, h - s * t, slope, s, e).newton(e).clamp(min=0)
-        both = _sum_of(had - slope * t, h - s * t, slope, s, e)
-        theta, line = new + t, power(both.f, 1 / e)
-        slope = torch.where(both.f > 0, both.w / power(both.f, 1 - 1 / e), 0)
-    return theta
+        bound = bound.joined(new, *(power(u, exponent).sum(dim=-1, keepdim=True) for exponent in (e, e - 1)), e)
+    return bound.theta
 
 
 @pytest.mark.parametrize(("alpha", "steps"), [(1.5, 2), (1.25, 1)])

@@ -88,17 +88,14 @@ def test_attention_jvp_refuses() -> None:
         backlight.attention_jvp(q, k, v, q, None, None, entmax=1.5)
 
 
-def test_context_parallel() -> None:
-    """Heads may be traded; a row needs all of its keys in one place."""
+@pytest.mark.parametrize("strategy", ["all_to_all", "ring"])
+def test_context_parallel(strategy: str) -> None:
+    """Heads are traded, or thresholds are found over the keys of all ranks: tests/distributed/test_ring_entmax.py."""
     q, k, v = inputs()
     alphas = torch.tensor([1.3, 1.8], dtype=F64)
     wanted = backlight.attention(q, k, v, causal=True, entmax=alphas)
-    found = simulated_attention(q, k, v, causal=True, entmax=alphas, world=2, strategy="all_to_all")
-    assert torch.allclose(found[0] if isinstance(found, tuple) else found, wanted, atol=1e-12)
-    with pytest.raises(
-        NotImplementedError, match="strategy must be all_to_all for a call with entmax, which ring does not take"
-    ):
-        simulated_attention(q, k, v, causal=True, entmax=alphas, world=2, strategy="ring")
+    found = simulated_attention(q, k, v, causal=True, entmax=alphas, world=2, strategy=strategy)
+    assert torch.allclose(found, wanted, atol=1e-12)
 
 
 def test_hopper_does_not_declare_it() -> None:

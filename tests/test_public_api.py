@@ -39,7 +39,7 @@ OPTIONS = {
 
 def test_exported_names() -> None:
     exported = {"AttentionSpec", "AttentionStatistics", "Explanation", "Unsupported", "__version__"}
-    exported |= {"alibi", "attention", "attention_varlen", "doctor", "explain", "mask", "statistics"}
+    exported |= {"alibi", "attention", "attention_varlen", "cu_seqlens", "doctor", "explain", "mask", "statistics"}
     exported |= {"attention_jvp", "attention_varlen_jvp", "activate", "activated", "deactivate"}
     exported |= {"quantize", "quantize_keys"}
     assert set(backlight.__all__) == exported

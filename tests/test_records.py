@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from compact import COMPACT
+from compact import COMPACT, LONG_DATA
 
 from backlight.bench.results import read
 
@@ -44,9 +44,16 @@ def test_every_picture_of_a_record_is_shown() -> None:
 def test_records_and_pictures_are_compact() -> None:
     """If not: python tools/compact.py FILE."""
     assert not tracked("benchmarks/results/*.json"), "compressed as .json.gz"
-    for path in tracked("benchmarks/results/*.json.gz", "benchmarks/results/*.svg", "docs/images/*.svg"):
+    for path in tracked("benchmarks/results/*.json.gz", "benchmarks/results/*.svg", "docs/images/*.svg", "src/*/triton.json"):
         text = read(path)
         assert COMPACT[path.suffixes[0]](text) == text, path
+
+
+def test_long_data_is_compressed() -> None:
+    """If not: python tools/compact.py FILE. What changes with many commits stays as lines that git can merge."""
+    lines = {"doctor-shares.json", "versions.json", "hopper-kernels-before-after.md"}
+    found = {path.name for path in tracked("docs/data/*") if path.suffix != ".gz" and path.stat().st_size > LONG_DATA}
+    assert found <= lines
 
 
 def test_the_repository_is_small() -> None:

@@ -1,8 +1,9 @@
 """Make records and pictures small before they are committed: python tools/compact.py FILE...
 
 A record (.json) gets a line for each case and row instead of one for each number, and keeps seven digits of what is not whole:
-a card's clock has no more to tell; in benchmarks/results it is compressed as well, as FILE.json.gz. A picture (.svg) loses what
-nobody sees; no point moves by a hundredth of its unit or more, and none of a long curve by more than a twentieth.
+a card's clock has no more to tell. In benchmarks/results it is compressed as well, as FILE.json.gz, and so is what is long in
+docs/data, as FILE.gz (`zcat` shows it). A picture (.svg) loses what nobody sees; no point moves by a hundredth of its unit or
+more, and none of a long curve by more than a twentieth.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ ElementTree.register_namespace("xlink", LINK)
 
 # a curve of so many points is written in steps of tenths
 LONG = 16
+# a file of docs/data with more bytes is compressed
+LONG_DATA = 4000
 
 
 def _line(value: Any) -> str:
@@ -178,16 +181,22 @@ def crisp(cells: Any) -> Any:
     return cells.numpy().repeat(4, 0).repeat(4, 1)
 
 
+def compressed(text: str) -> bytes:
+    return gzip.compress(text.encode(), 9, mtime=0)
+
+
 def shrink(path: Path) -> Path:
     """The file that is there now."""
-    text = COMPACT[path.suffix](path.read_text())
-    if path.suffix != ".json" or "results" not in path.parent.parts[-2:]:
-        path.write_text(text)
-        return path
-    kept = path.with_name(f"{path.name}.gz")
-    kept.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
-    path.unlink()
-    return kept
+    text = COMPACT.get(path.suffix, str)(path.read_text())
+    folders = path.resolve().parts
+    long_data = folders[-3:-1] == ("docs", "data") and len(text.encode()) > LONG_DATA
+    if long_data or (path.suffix == ".json" and "results" in folders[-3:]):
+        kept = path.with_name(f"{path.name}.gz")
+        kept.write_bytes(compressed(text))
+        path.unlink()
+        return kept
+    path.write_text(text)
+    return path
 
 
 def main(paths: list[str]) -> None:

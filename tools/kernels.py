@@ -2,7 +2,7 @@
 
     python tools/kernels.py facts.json                       every call of the list; `--few` for some of them
     python tools/kernels.py --compare before.json after.json a table of what changed; fails where code became worse
-        --keep record.json                                   and both are kept, with a page of tables beside them
+        --keep record.json.gz                                and both are kept, with a page of tables beside them
 
 Compiles a fixed list of calls for sm_90a and writes, for every kernel of each: registers at entry, bytes spilled, shared
 memory, instructions in all and in the largest inner loop, how often barriers and wgmma occur in its SASS (in the code, not in
@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "hopper")
 import sass
 import triton
 from aot import Report
-from compact import COMPACT
+from compact import COMPACT, compressed
+from records import load
 from test_backward_terms_compiled import EVERY, LAZY, reports_of
 from test_compiled import Variant
 from test_compiled_terms import call_of, report_of
@@ -164,10 +165,10 @@ def compare(before: Path, after: Path, keep: Path | None) -> int:
     text, bad = section(new["triton"], old, new)
     print(text)
     if keep is not None:
-        record = json.loads(keep.read_text()) if keep.is_file() else {}
+        record = load(keep) if keep.is_file() else {}
         record[new["triton"]] = {"before": {"rows": old["rows"]}, "after": {"rows": new["rows"]}}
-        keep.write_text(COMPACT[".json"](json.dumps(record, sort_keys=True)))
-        keep.with_suffix(".md").write_text(page(record))
+        keep.write_bytes(compressed(COMPACT[".json"](json.dumps(record, sort_keys=True))))
+        keep.with_name(keep.name.replace(".json.gz", ".md")).write_text(page(record))
     return min(bad, 1)
 
 

@@ -1,18 +1,19 @@
 """What the Triton kernels take of each card, on the kernels page: python tools/make_targets_table.py --write (into the page).
 
-The record, docs/data/triton-targets.json, is written by tests/triton_backend/targets.py, which compiles kernels for cards that
-are not there.
+The record, docs/data/triton-targets.json.gz, is written by tests/triton_backend/targets.py, which compiles kernels for cards
+that are not there.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from pathlib import Path
 
+from records import load
+
 DOCS = Path(__file__).parents[1] / "docs"
-RECORD = DOCS / "data" / "triton-targets.json"
+RECORD = DOCS / "data" / "triton-targets.json.gz"
 PAGE = DOCS / "kernels.md"
 MARKER, AFTER = "<!-- table: python tools/make_targets_table.py --write -->", "## Reading a backend"
 # works out what is known per row, once for each
@@ -20,7 +21,7 @@ ROWS_KERNEL = "_delta_kernel"
 
 
 def table() -> str:
-    record = json.loads(RECORD.read_text())
+    record = load(RECORD)
     # card, kernel, tiles, bytes of shared memory, bytes spilled
     rows = [(row["card"], *kernel) for row in record["rows"] for kernel in row["kernels"]]
     counted = Counter(card for card, *_ in rows)

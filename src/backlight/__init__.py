@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from backlight.attention_statistics import AttentionStatistics, statistics
     from backlight.errors import Unsupported
     from backlight.fp8.rounding import quantize, quantize_keys
+    from backlight.packing import cu_seqlens
     from backlight.slopes import alibi
     from backlight.slot import activate, activated, deactivate
     from backlight.spec import AttentionSpec
@@ -32,6 +33,7 @@ __all__ = [
     "attention_jvp",
     "attention_varlen",
     "attention_varlen_jvp",
+    "cu_seqlens",
     "deactivate",
     "doctor",
     "explain",
@@ -57,6 +59,7 @@ LATER = {
     "activate": "slot",
     "activated": "slot",
     "alibi": "slopes",
+    "cu_seqlens": "packing",
     "deactivate": "slot",
     "quantize": "fp8.rounding",
     "quantize_keys": "fp8.rounding",

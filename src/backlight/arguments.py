@@ -72,6 +72,14 @@ def check_device(name: str, tensor: Tensor, owner: str, device: torch.device) ->
         raise ValueError(f"{name} must be on the device of {owner}, {device}, got {tensor.device}")
 
 
+def place(device: torch.device | str | None) -> torch.device:
+    """The device by its name; None is torch's default."""
+    try:
+        return torch.get_default_device() if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be a torch.device, its name or None, got {shown(device)}") from error
+
+
 def check_borders(name: str, value: Any, device: torch.device | None = None) -> None:
     """Borders of packed sequences [Z + 1]; their values are checked where they are read."""
     check_tensor(name, value)

@@ -27,17 +27,20 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Part:
     """Marks a call whose keys are one part of a larger problem's (docs/math.md section 9).
 
-    What a part returns is still to be summed, so y, u, dq, dk and dv come back in the accumulator dtype. An elastic part cannot
-    find the normaliser of the whole row in its own keys, so it is given; a forward with `lse` returns that same lse.
+    What a part returns is still to be summed, so y, u, dq, dk and dv come back in the accumulator dtype. A part with tau or
+    entmax cannot find the lse of the whole row in its own keys, so it is given; a forward with `lse` returns that same lse.
+    With entmax it returns summands at that threshold, p v and w v, and a backward takes dlse for -delta as it stands (eq. 94).
 
-    lse:  [B,Hq,Sq] over all parts, sink included; None without tau.
+    lse:  [B,Hq,Sq] over all parts, sink included; None without tau and entmax, and for a block of keys taken as all there are.
     n:    int32: visible keys of each row over all parts, [Sq]; with a mask, [B|1,Hq|1,Sq]; None without tau.
     tlse: the tangent of lse, for tangents of an elastic part, which are summands then.
+    eta:  [B,Hq,Sq] of eq. 89 over all parts, for the gradient by alpha.
     """
 
     lse: Tensor | None = None
     n: Tensor | None = None
     tlse: Tensor | None = None
+    eta: Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +140,8 @@ class Call:
     def features(self) -> tuple[str, ...]:
         """What a backend must know to run the call, of `spec.FEATURES`."""
         packed = ("packed",) if self.varlen else ()
-        return (*self.spec.features, *packed, *(("part",) if self.part is not None else ()))
+        part = () if self.part is None else ("part", "entmax_part") if self.spec.entmax else ("part",)
+        return (*self.spec.features, *packed, *part)
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -153,7 +157,11 @@ class Call:
         if not (_is_checked(cu_q, sq) and ((cu_k is cu_q and sk == sq) or _is_checked(cu_k, sk))):
             self.segments()
         elif self.pair_bias is not None:
-            check_pair_lengths(self.pair_bias, _host_values[cu_q][1], _host_values[cu_k][1])
+            rows, keys = _host_values[cu_q][1], _host_values[cu_k][1]
+            if rows is None or keys is None:
+                self.segments()
+            else:
+                check_pair_lengths(self.pair_bias, rows, keys)
 
     def segments(self) -> tuple[Segment, ...]:
         """The independent problems of the call; reads cu_seqlens on the host."""
@@ -248,11 +256,28 @@ def layout_of(tensor: Tensor) -> tuple[Any, ...]:
 _host_values: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+def know_borders(cu_seqlens: Tensor, values: tuple[int, ...]) -> None:
+    """These are its values, which begin at 0 and never decrease: nobody need wait for a device to read them."""
+    _host_values[cu_seqlens] = (cu_seqlens._version, values, {values[-1]})
+
+
+def trust_borders(cu_seqlens: Tensor, total: int) -> None:
+    """Takes it at somebody's word that these are borders of so many rows, where reading them would wait for a device."""
+    if _waits(cu_seqlens) and not _is_checked(cu_seqlens, total):
+        _host_values[cu_seqlens] = (_version(cu_seqlens), None, {total})
+
+
 def _is_checked(cu_seqlens: Tensor, total: int) -> bool:
-    if cu_seqlens.is_inference() or not _waits(cu_seqlens):
-        return False
     known = _host_values.get(cu_seqlens)
-    return known is not None and known[0] == cu_seqlens._version and total in known[2]
+    if known is None or total not in known[2] or not _waits(cu_seqlens):
+        return False
+    # without a version a change of what was read would not be noticed; what was not read is somebody's word
+    return known[1] is None if cu_seqlens.is_inference() else known[0] == cu_seqlens._version
+
+
+def _version(cu_seqlens: Tensor) -> int | None:
+    """How often it was written in place, which a tensor of inference mode does not know."""
+    return None if cu_seqlens.is_inference() else cu_seqlens._version
 
 
 def _waits(cu_seqlens: Tensor) -> bool:
@@ -262,7 +287,7 @@ def _waits(cu_seqlens: Tensor) -> bool:
 
 def read_cu_seqlens(name: str, cu_seqlens: Tensor, total: int | None) -> tuple[int, ...]:
     """Host values of a cu_seqlens tensor, checked: starts at 0, never decreases, ends at the packed length (None: anywhere)."""
-    version = None if cu_seqlens.is_inference() else cu_seqlens._version
+    version = _version(cu_seqlens)
     values = tuple(cu_seqlens.tolist())
     known = _host_values.get(cu_seqlens)
     if known is None or known[:2] != (version, values):

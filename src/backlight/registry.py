@@ -16,6 +16,7 @@ ORDER = ("hopper", "triton", "aten", "tiled")
 NAMED = {
     "packed": "packed sequences",
     "part": "parts of a larger problem",
+    "entmax_part": "entmax of parts of a larger problem",
     "rows": "masks by row intervals",
     "pos": "masks with positions of rows",
 }
@@ -32,6 +33,9 @@ class Backend(Protocol):
 
     Optional: `derivatives`, the features with which it has a `tangent` and a `second` (`differentiating`), by those two names;
     beside it `why_not_differentiated(what, call)`, reasons against one of them.
+
+    With "entmax_part" in `takes`: `entmax_sums(call)`, [4,B,Hq,Sq] in the accumulator dtype: F, W, W2 and the sum of p ln p
+    (eq. 80, 83, 89) of a part's rows at its lse.
     """
 
     name: str

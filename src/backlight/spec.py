@@ -112,7 +112,7 @@ SEQUENCE_OF = {each.name: each.sequence for each in TENSORS if each.sequence is 
 # those with an entry for every pair of row and key
 OF_PAIRS = tuple(term.name for term in TERMS if term.of_pairs)
 # what a call may have that a backend must know; a backend declares its own (`Backend.takes`), the registry refuses the rest
-FEATURES = ("causal", "window", "softcap", *TERM_NAMES, "packed", "part")
+FEATURES = ("causal", "window", "softcap", *TERM_NAMES, "packed", "part", "entmax_part")
 
 
 # --- the options of a call ---------------------------------------------------------------------------------------------------

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 import re
 from pathlib import Path
 
+from backlight.bench.results import read
+
 DOCS = Path(__file__).parents[2] / "docs"
 JVP = (DOCS / "data" / "jvp-h200.txt").read_text()
-OPTIONS = (DOCS / "data" / "jvp-options-h200.txt").read_text()
-HOPPER = (DOCS / "data" / "second-hopper-h200.txt").read_text()
-SECOND = gzip.decompress((DOCS / "data" / "second-h200.txt.gz").read_bytes()).decode()
+OPTIONS = read(DOCS / "data" / "jvp-options-h200.txt.gz")
+HOPPER = read(DOCS / "data" / "second-hopper-h200.txt.gz")
+SECOND = read(DOCS / "data" / "second-h200.txt.gz")
 
 
 def page(name: str) -> str:

@@ -66,7 +66,7 @@ def run_sharded(problem: Problem, context: ContextParallel, **changes: object) -
 def against_oracle(name: str, layout: str, strategy: str, dtype: torch.dtype, rank: Rank) -> None:
     problem = BY_NAME[name].make(dtype)
     result = run_sharded(problem, rank.context(layout=layout, strategy=strategy))
-    learned = [result[f"d{term}"] for term in ("bias", "sink", "tau") if f"d{term}" in result]
+    learned = [result[f"d{term}"] for term in ("bias", "sink", "tau", "entmax") if f"d{term}" in result]
     for gradient in learned:
         first = gradient.clone()
         dist.broadcast(first, 0)
@@ -78,12 +78,13 @@ def against_oracle(name: str, layout: str, strategy: str, dtype: torch.dtype, ra
 
 # variants one at a time are slow checks here; `test_simulated.py` runs them in one process by default
 MASKED = tuple(BY_NAME[name] for name in ("mask,everything,sq<sk", "mask,everything,batched,sq>sk", "mask,pos,causal"))
-for case in (*SINGLES, *TOGETHER, *MASKED):
+SPARSE = tuple(BY_NAME[name] for name in ("entmax,everything,sq<sk", "entmax,everything,batched"))
+for case in (*SINGLES, *TOGETHER, *MASKED, *SPARSE):
     for layout, strategy in (("zigzag", "ring"), ("contiguous", "ring"), ("zigzag", "all_to_all")):
         for dtype in (FP32, BF16):
             # two key heads: all-to-all has one for each of two ranks
             worlds = (2,) if strategy == "all_to_all" else (1, 2, 4)
-            default = case in (*TOGETHER, *MASKED) and (layout, dtype) == ("zigzag", FP32)
+            default = case in (*TOGETHER, *MASKED, *SPARSE) and (layout, dtype) == ("zigzag", FP32)
             key = f"{case.name}; {layout}; {strategy}; {DTYPE_NAMES[dtype]}"
             check(worlds, key, slow=not default)(functools.partial(against_oracle, case.name, layout, strategy, dtype))
 

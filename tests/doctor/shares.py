@@ -35,6 +35,8 @@ KINDS = {
 # these live in lse alone: a kernel that does not return it cannot have them
 NEEDS_LSE = {"dlse-ignored", "dlse-sign", "empty-rows-lse", "tangent-lse-sign"}
 NAMED, NOT_APPLICABLE = "named", "not applicable"
+# what the file does not repeat
+USUAL = {"injection": "edit", "white box": NAMED, "black box": NAMED}
 
 
 def arguments(name: str, shape: tuple[int, int, int, int] = SMALL) -> dict[str, Any]:
@@ -121,7 +123,18 @@ def totals(found: dict[str, dict[str, str]]) -> dict[str, Any]:
 
 
 def load() -> dict[str, Any]:
-    return json.loads(FILE.read_text(encoding="utf-8"))
+    data = json.loads(FILE.read_text(encoding="utf-8"))
+    return data | {"defects": {name: USUAL | entry for name, entry in data["defects"].items()}}
+
+
+def write(data: dict[str, Any]) -> None:
+    """A line for each defect."""
+    short = {
+        name: {key: value for key, value in entry.items() if value != USUAL[key]} for name, entry in data["defects"].items()
+    }
+    lines = ",\n".join(f"{json.dumps(name)}:{json.dumps(entry)}" for name, entry in short.items())
+    head = json.dumps({key: value for key, value in data.items() if key != "defects"})
+    FILE.write_text(f'{head[:-1]}, "defects":{{\n{lines}\n}}}}\n', encoding="utf-8")
 
 
 def table(data: dict[str, Any]) -> str:
@@ -146,4 +159,4 @@ if __name__ == "__main__":
     FILE.parent.mkdir(parents=True, exist_ok=True)
     given = sys.argv[1:]
     at_once = int(given.pop(0).removeprefix("-j")) if given and given[0].startswith("-j") else 1
-    FILE.write_text(json.dumps(measure(given, at_once), indent=1) + "\n", encoding="utf-8")
+    write(measure(given, at_once))

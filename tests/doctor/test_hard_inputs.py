@@ -49,6 +49,46 @@ def test_padding_shows_with_other_lengths_at_quick():
     assert report.findings[0].id == "tail-padding", report.headline
 
 
+class FoldedScale(torch.autograd.Function):
+    """A backward that multiplies k by scale times log2 e, rounds it, and takes exp2: ordinary inputs do not mind."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        s = q.double() @ k.double().mT * q.shape[-1] ** -0.5
+        lse = s.logsumexp(dim=-1, keepdim=True)
+        o = (torch.exp(s - lse) @ v.double()).to(q.dtype)
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, o, lse = ctx.saved_tensors
+        scale, log2e = q.shape[-1] ** -0.5, 1.4426950408889634
+        q, v, o, do = (x.double() for x in (q, v, o, do))
+        scaled = (k * (scale * log2e)).double()
+        p = torch.exp2(q @ scaled.mT - lse * log2e)
+        ds = p * (do @ v.mT - (do * o).sum(dim=-1, keepdim=True))
+        found = (ds @ scaled / log2e, ds.mT @ q * scale, p.mT @ do)
+        return tuple(x.to(k.dtype) for x in found)
+
+
+def folded(q, k, v):
+    return FoldedScale.apply(q, k, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_scale_folded_into_k_is_no_defect(dtype):
+    """Triton's tutorial does so: its gradients are off where outliers make scores of hundreds."""
+    settings = {"shape": (1, 2, 72, 64), "dtype": dtype}
+    report = diagnose(folded, AttentionSpec(), level="full", **settings)
+    assert report.verdict == "healthy", report.headline
+    asked = next(probe for probe in report.probes if probe.name == "inputs outliers")
+    assert "k times scale times log2 e is rounded before the product, in the backward" in asked.detail
+    report = diagnose(folded, AttentionSpec(), recipe="outliers", **settings)
+    assert [finding.id for finding in report.findings] == ["operand-prescaled"], report.headline
+    assert report.verdict == "precision"
+
+
 def test_low_scores_are_right_for_others():
     report = diagnose(torch.nn.functional.scaled_dot_product_attention, AttentionSpec(causal=True), **SETTINGS)
     assert report.healthy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import kernels
 import sass
+from records import load
 
 # an outer loop, in it one with a matmul, which waits for a barrier out of line
 CODE = """
@@ -66,7 +66,7 @@ def test_the_hash_knows_code_from_names(old: str, new: str, same: bool) -> None:
     assert (sass.facts(CODE)["hash"] == sass.facts(CODE.replace(old, new))["hash"]) == same
 
 
-RECORD = Path(__file__).resolve().parents[2] / "docs" / "data" / "hopper-kernels-before-after.json"
+RECORD = Path(__file__).resolve().parents[2] / "docs" / "data" / "hopper-kernels-before-after.json.gz"
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -90,6 +90,6 @@ def test_a_call_with_another_number_of_kernels_is_no_comparison() -> None:
 
 
 def test_the_page_is_the_record_and_nothing_became_worse() -> None:
-    record = json.loads(RECORD.read_text())
-    assert RECORD.with_suffix(".md").read_text() == kernels.page(record)
+    record = load(RECORD)
+    assert RECORD.with_name("hopper-kernels-before-after.md").read_text() == kernels.page(record)
     assert {version: kernels.section(version, **both)[1] for version, both in record.items()} == dict.fromkeys(record, 0)

@@ -12,9 +12,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from small_models import (  # noqa: E402
     CAUSAL,
-    HEADS,
     SIDES,
-    SMALL,
     VOCABULARY,
     WITH_POSITION_BIAS,
     B,
@@ -203,11 +201,6 @@ def refused(model: nn.Module, message: str, **options: Any) -> None:
     model.set_attn_implementation("backlight")
     with pytest.raises(NotImplementedError, match=message):
         model(torch.randint(VOCABULARY, (B, S)), use_cache=False, **options)
-
-
-def test_dropout_is_refused() -> None:
-    config = transformers.LlamaConfig(**SMALL, **HEADS, attention_dropout=0.1)
-    refused(transformers.LlamaForCausalLM(config).train(), "no attention dropout, got 0.1")
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "t5"])

@@ -2,8 +2,8 @@
 
     python tests/triton_backend/targets.py docs/data/triton-targets.json
 
-compiles the whole grid (ten minutes of a processor) and writes what every kernel took; tools/make_targets_table.py makes a
-table of it.
+compiles the whole grid (ten minutes of a processor) and writes what every kernel took; tools/compact.py compresses that, and
+tools/make_targets_table.py makes a table of it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from backlight.compat import flash_attn_func                 # was: from flash_attn import flash_attn_func
 from backlight.compat.flash_attn_interface import flash_attn_func        # was: from flash_attn_interface import ...
+from backlight.compat.flash_attn_cute import flash_attn_func             # was: from flash_attn.cute import flash_attn_func
 from backlight.compat import adasplash                       # was: from adasplash import adasplash
 from backlight.compat import lazy_attention                  # Lazy Attention's published call
 from backlight.compat import triangle_attention, attention_pair_bias        # was: from cuequivariance_torch import ...

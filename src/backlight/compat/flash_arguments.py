@@ -21,7 +21,16 @@ from backlight.arguments import (
 )
 
 # by name, why something that is not None is refused
+CUTE = "backlight does not compile programs of CuTe"
 REFUSED = {
+    "score_mod": CUTE,
+    "score_mod_bwd": CUTE,
+    "mask_mod": f"{CUTE}; backlight.mask.from_mask_mod takes a function of torch tensors",
+    "aux_tensors": CUTE,
+    "aux_scalars": CUTE,
+    "block_sparse_tensors": "backlight finds the blocks of a mask itself",
+    "block_sparse_tensors_bwd": "backlight finds the blocks of a mask itself",
+    "gather_kv_indices": "backlight does not gather keys",
     "block_table": "backlight does not read paged keys",
     "page_table": "backlight does not read paged keys",
     "qv": "backlight has no second product in its scores",

@@ -25,7 +25,7 @@ from backlight.compat.flash_arguments import (
 )
 from backlight.compat.flash_attn import OPEN, Window
 from backlight.compat.flash_cache import Cache, Rotary, attend_cache, check_cache_call
-from backlight.compat.flash_calls import attend, attend_varlen
+from backlight.compat.flash_calls import attend, attend_varlen, of_chunk
 
 Output = Tensor | tuple[Tensor, Tensor]
 
@@ -67,7 +67,7 @@ def flash_attn_func(
     check_flags(causal, deterministic, return_attn_probs)
     check_whole("attention_chunk", attention_chunk, least=0)
     options = options_of(0.0, softmax_scale, causal, window_size, softcap, deterministic)
-    y, lse = attend(q, k, v, options, chunk=attention_chunk)
+    y, lse = attend(q, k, v, options, seen=of_chunk(attention_chunk))
     return (y, lse) if return_attn_probs else y
 
 
@@ -158,7 +158,7 @@ def flash_attn_varlen_func(
     check_whole("attention_chunk", attention_chunk, least=0)
     options = options_of(0.0, softmax_scale, causal, window_size, softcap, deterministic)
     cu_seqlens, counted = (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k)
-    y, lse = attend_varlen(q, k, v, cu_seqlens, counted, options, chunk=attention_chunk)
+    y, lse = attend_varlen(q, k, v, cu_seqlens, counted, options, seen=of_chunk(attention_chunk))
     return (y, lse) if return_attn_probs else y
 
 
@@ -218,7 +218,7 @@ def flash_attn_with_kvcache(
     rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
     check_cache_call(q, cache, k, v, rotary, cu_seqlens_q, cu_seqlens_k_new)
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k_new)
-    y, lse = attend_cache(q, cache, (k, v), rotary, options, chunk=attention_chunk, cu_seqlens=cu_seqlens)
+    y, lse = attend_cache(q, cache, (k, v), rotary, options, seen=of_chunk(attention_chunk), cu_seqlens=cu_seqlens)
     return (y, lse) if return_softmax_lse else y
 
 

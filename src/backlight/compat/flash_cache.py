@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backlight.arguments import check_borders, check_device, check_flag, check_tensor, check_whole
 from backlight.compat.flash_arguments import check_per_sequence
-from backlight.compat.flash_calls import Options, attend, attend_packed
+from backlight.compat.flash_calls import Options, Seen, attend, attend_packed
 from backlight.compat.flash_rotary import check_rotary, rotated
 from backlight.compat.flash_runs import Runs
 
@@ -97,7 +97,7 @@ def attend_cache(
     rotary: Rotary,
     options: Options,
     slopes: Tensor | None = None,
-    chunk: int = 0,
+    seen: Seen | None = None,
     cu_seqlens: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
     """The new k, v [B, Sn, Hkv, D] written behind what the cache holds, then attention of q [B, Sq, Hq, D] to all of it.
@@ -114,7 +114,7 @@ def attend_cache(
     start = lengths if start is None else start.long()
     flat = q.flatten(0, -3)
     if rotary.cos is not None and rotary.sin is not None:
-        ordered = options["causal"] or options["window"] != (None, None) or chunk > 0
+        ordered = options["causal"] or options["window"] != (None, None) or seen is not None
         flat = _turned(flat, rows, start, rotary, ordered)
     total = lengths
     if fresh is not None and new[0] is not None and new[1] is not None:
@@ -128,9 +128,9 @@ def attend_cache(
     if not isinstance(cache.length, Tensor) and cache.leftpad is None and cu_seqlens[0] is None and cu_seqlens[1] is None:
         # as many keys for every entry: no packed sequences are needed
         end = cache.k.shape[1] if cache.length is None else cache.length + (0 if new[0] is None else new[0].shape[1])
-        return attend(flat.view_as(q), k[:, :end], v[:, :end], options, slopes, chunk)
+        return attend(flat.view_as(q), k[:, :end], v[:, :end], options, slopes, seen)
     keys = Runs.of_batch(batch, k.shape[1], q.device, 0 if cache.leftpad is None else cache.leftpad.long(), total)
-    y, lse = attend_packed(flat, k.flatten(0, 1), v.flatten(0, 1), (rows, keys), options, slopes, chunk)
+    y, lse = attend_packed(flat, k.flatten(0, 1), v.flatten(0, 1), (rows, keys), options, slopes, seen)
     if cu_seqlens[0] is not None:
         return y, lse
     return y.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)

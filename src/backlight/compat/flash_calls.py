@@ -1,26 +1,55 @@
-"""The two calls behind all of FlashAttention's functions: batched and packed, with slopes for each batch entry and chunks."""
+"""The two calls behind all of FlashAttention's functions: batched and packed, with slopes for each batch entry, chunks and
+windows that begin or end away from the row."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import backlight
+from backlight.call import trust_borders
 from backlight.compat.flash_runs import Runs, borders
 from backlight.mask import Mask
 
 Options = dict[str, Any]
 Sides = tuple[Tensor, Tensor]
+# (places of keys, where the first row sits) -> rows first .. end - 1 that see each; others clip them to rows that there are
+Seen = Callable[[Tensor, Tensor | int], Sides]
+# beyond every row, with room to add places to it in int32
+FAR = 2**30
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, slopes: Tensor | None = None, chunk: int = 0) -> Sides:
-    """y [B, Sq, Hq, Dv] and lse [B, Hq, Sq] of [B, S, H, D]; slopes [Hq] or [B, Hq]; chunk 0 is none."""
+def of_chunk(chunk: int) -> Seen | None:
+    """Rows see the keys of their own chunk; 0 is none."""
+
+    def seen(place: Tensor, offset: Tensor | int) -> Sides:
+        first = place // chunk * chunk - offset
+        return first, first + chunk
+
+    return seen if chunk else None
+
+
+def of_band(left: int | None, right: int | None) -> Seen:
+    """Row i of a sequence, at key i + offset, sees keys from `left` before to `right` behind that; either may be negative."""
+
+    def seen(place: Tensor, offset: Tensor | int) -> Sides:
+        row = place - offset
+        first = torch.full_like(row, -FAR) if right is None else row - right
+        end = torch.full_like(row, FAR) if left is None else row + left + 1
+        return first, torch.maximum(first, end)
+
+    return seen
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, slopes: Tensor | None = None, seen: Seen | None = None) -> Sides:
+    """y [B, Sq, Hq, Dv] and lse [B, Hq, Sq] of [B, S, H, D]; slopes [Hq] or [B, Hq]."""
     batch, sq, sk = q.shape[0], q.shape[1], k.shape[1]
-    if chunk:
+    if seen is not None:
         key = torch.arange(sk, dtype=torch.int32, device=q.device)
-        options = options | {"mask": _mask(*_chunk(key, chunk, sk - sq))}
+        options = options | {"mask": _mask(*seen(key, sk - sq))}
     if slopes is not None:
         options = options | backlight.alibi(slopes.flatten(), sq, sk, causal=options["causal"])
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -39,17 +68,17 @@ def attend_varlen(
     used: tuple[Tensor | None, Tensor | None],
     options: Options,
     slopes: Tensor | None = None,
-    chunk: int = 0,
+    seen: Seen | None = None,
 ) -> Sides:
     """`attend_packed` of sequences between borders, of which only the first `used` rows and keys may count."""
     whole = used[0] is None and used[1] is None
-    if whole and slopes is None and not chunk:
-        return backlight.attention_varlen(q, k, v, *cu_seqlens, return_lse=True, **options)
+    if whole and slopes is None and seen is None:
+        return _attend_between(q, k, v, cu_seqlens, options)
     sequences, others = (cu.shape[0] - 1 for cu in cu_seqlens)
     if others != sequences:
         raise ValueError(f"cu_seqlens_k must have as many sequences as cu_seqlens_q, {sequences}, got {others}")
     runs = Runs.of_borders(cu_seqlens[0], q.shape[0], used[0]), Runs.of_borders(cu_seqlens[1], k.shape[0], used[1])
-    return attend_packed(q, k, v, runs, options, slopes, chunk, cu_seqlens if whole else None)
+    return attend_packed(q, k, v, runs, options, slopes, seen, cu_seqlens if whole else None)
 
 
 def attend_packed(
@@ -59,7 +88,7 @@ def attend_packed(
     runs: tuple[Runs, Runs],
     options: Options,
     slopes: Tensor | None = None,
-    chunk: int = 0,
+    seen: Seen | None = None,
     cu_seqlens: Sides | None = None,
 ) -> Sides:
     """y [Tq, Hq, Dv] and lse [Hq, Tq] of [T, H, D], whose rows and keys lie in `runs`; slopes [Hq] or [Z, Hq].
@@ -70,19 +99,27 @@ def attend_packed(
         cu_seqlens: what says the same as the runs, where it is known.
     """
     if slopes is not None and slopes.dim() == 2:
-        return _attend_padded(q, k, v, runs, options, slopes, chunk)
+        return _attend_padded(q, k, v, runs, options, slopes, seen)
     rows, keys = runs
-    if chunk:
+    if seen is not None:
         z, place = keys.places()
-        first, end = _chunk(place, chunk, (keys.count - rows.count)[z])
+        first, end = seen(place, (keys.count - rows.count)[z])
         options = options | {"mask": _mask(first + rows.first[z], end + rows.first[z])}
     if slopes is not None:
         options = options | backlight.alibi(slopes, rows.longest(), keys.longest(), causal=options["causal"])
-    return backlight.attention_varlen(q, k, v, *(cu_seqlens or borders(rows, keys)), return_lse=True, **options)
+    return _attend_between(q, k, v, cu_seqlens or borders(rows, keys), options)
+
+
+def _attend_between(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sides, options: Options) -> Sides:
+    """Borders are taken at the caller's word, as FlashAttention takes them: nobody waits for a device to check them."""
+    if not torch.compiler.is_compiling():
+        for cu, x in zip(cu_seqlens, (q, k), strict=True):
+            trust_borders(cu, x.shape[0])
+    return backlight.attention_varlen(q, k, v, *cu_seqlens, return_lse=True, **options)
 
 
 def _attend_padded(
-    q: Tensor, k: Tensor, v: Tensor, runs: tuple[Runs, Runs], options: Options, slopes: Tensor, chunk: int
+    q: Tensor, k: Tensor, v: Tensor, runs: tuple[Runs, Runs], options: Options, slopes: Tensor, seen: Seen | None
 ) -> Sides:
     """Each sequence with heads of its own, the last row of each beside its last key; the table by distance is one per head."""
     rows, keys = runs
@@ -93,9 +130,9 @@ def _attend_padded(
     k, v = (x[of_k].masked_fill(~own_k[..., None, None], 0) for x in (k, v))
     # rows that see a key, counted as they lie in the padded q
     first, end = torch.zeros_like(of_k), torch.full_like(of_k, sq)
-    if chunk:
+    if seen is not None:
         place = of_k - keys.first[:, None]
-        first, end = _chunk(place, chunk, sk - sq - (sk - keys.count)[:, None])
+        first, end = seen(place, sk - sq - (sk - keys.count)[:, None])
     end = end.masked_fill(~own_k, 0)
     first, end = (x.repeat_interleave(heads, dim=0) for x in (first, end))
     options = options | {"mask": _mask(first, end)} | backlight.alibi(slopes.flatten(), sq, sk, causal=options["causal"])
@@ -112,12 +149,6 @@ def _attend_padded(
 def _folded(x: Tensor) -> Tensor:
     """[B, H, S, D] as one entry with B * H heads: grouped heads stay beside their keys."""
     return x.flatten(0, 1)[None]
-
-
-def _chunk(place: Tensor, chunk: int, offset: Tensor | int) -> Sides:
-    """Rows first .. end - 1 of the chunk of a key; row i of a sequence sits at its key i + offset."""
-    first = place // chunk * chunk - offset
-    return first, first + chunk
 
 
 def _mask(first: Tensor, end: Tensor) -> Mask:

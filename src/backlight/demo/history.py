@@ -10,7 +10,7 @@ from torch import Tensor
 # nats per character on held-out text that a run must gain; blind guessing starts near 4.2
 MARGIN = 1.5
 # a parameter without a gradient stays exactly where it was
-MOVED = 1e-2
+MOVED, ALPHA_MOVED = 1e-2, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,22 @@ class LazyMoment(Moment):
     mass: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class EntmaxMoment(Moment):
+    """Of a model with entmax also its heads: alpha, density [layers, H]."""
+
+    alpha: Tensor
+    density: Tensor
+
+
 @dataclass(slots=True)
 class History:
-    """One model's run: losses and taus after every step, moments in between, text it made at the end."""
+    """One model's run: losses, taus and alphas after every step, moments in between, text it made at the end."""
 
     kind: str
     losses: list[float] = field(default_factory=list)
     taus: list[Tensor] = field(default_factory=list)
+    alphas: list[Tensor] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
     sample: str = ""
 
@@ -52,6 +61,11 @@ class History:
         return [moment for moment in self.moments if isinstance(moment, LazyMoment)]
 
     @property
+    def entmax_moments(self) -> list[EntmaxMoment]:
+        """The moments of a model with entmax, none of another."""
+        return [moment for moment in self.moments if isinstance(moment, EntmaxMoment)]
+
+    @property
     def bias_change(self) -> Tensor:
         """Largest change of the table, [layers, H]."""
         moments = self.lazy_moments
@@ -63,11 +77,19 @@ class History:
         return (torch.stack(self.taus) - self.lazy_moments[0].tau).abs().amax(dim=0)
 
     @property
+    def alpha_change(self) -> Tensor:
+        """Furthest that alpha went from where it started, [layers, H]."""
+        return (torch.stack(self.alphas) - self.entmax_moments[0].alpha).abs().amax(dim=0)
+
+    @property
     def still_heads(self) -> list[tuple[int, int]]:
-        """(layer, head) whose bias or tau did not learn, NaN included."""
+        """(layer, head) whose bias or tau, or whose alpha, did not learn, NaN included."""
         if self.kind == "softmax":
             return []
-        moved = (self.bias_change > MOVED) & (self.tau_change > MOVED)
+        if self.kind == "entmax":
+            moved = self.alpha_change > ALPHA_MOVED
+        else:
+            moved = (self.bias_change > MOVED) & (self.tau_change > MOVED)
         return [(layer, head) for layer, head in (~moved).nonzero().tolist()]
 
     @property

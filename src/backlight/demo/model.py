@@ -1,7 +1,8 @@
-"""A small language model over characters, with plain softmax or Lazy Attention in the middle.
+"""A small language model over characters, with plain softmax, Lazy Attention or entmax in the middle.
 
-Lazy Attention adds a learned bias by distance to the scores and replaces softmax by the elastic softmax relu(p + tau / n). The
-two models differ in nothing else: same widths, same rotary embedding, same starting weights.
+Lazy Attention adds a learned bias by distance to the scores and replaces softmax by the elastic softmax relu(p + tau / n);
+entmax replaces it by alpha-entmax with a learned alpha. The models differ in nothing else: same widths, same rotary embedding,
+same starting weights.
 """
 
 from __future__ import annotations
@@ -12,10 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from backlight.nn import Attention, KVCache, LazyAttention
+from backlight.nn import Attention, EntmaxAttention, KVCache, LazyAttention
 
-KINDS = ("softmax", "lazy")
+KINDS = ("softmax", "lazy", "entmax")
 DISTANCES = 64
+
+
+def attention_of(kind: str, dim: int, heads: int) -> Attention:
+    """All that the models differ in."""
+    if kind == "lazy":
+        return LazyAttention(dim, heads, distances=DISTANCES)
+    return EntmaxAttention(dim, heads) if kind == "entmax" else Attention(dim, heads)
 
 
 class Block(nn.Module):
@@ -41,10 +49,7 @@ class CharacterModel(nn.Module):
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
         self.embed = nn.Embedding(vocabulary, dim)
-        self.blocks = nn.ModuleList(
-            Block(dim, Attention(dim, heads) if kind == "softmax" else LazyAttention(dim, heads, distances=DISTANCES))
-            for _ in range(layers)
-        )
+        self.blocks = nn.ModuleList(Block(dim, attention_of(kind, dim, heads)) for _ in range(layers))
         self.norm = nn.RMSNorm(dim)
         self.read = nn.Linear(dim, vocabulary, bias=False)
         # a fresh model guesses blindly: its logits start near zero
@@ -62,6 +67,14 @@ class CharacterModel(nn.Module):
 
     def lazy_layers(self) -> Iterator[LazyAttention]:
         return (layer for layer in self.modules() if isinstance(layer, LazyAttention))
+
+    def entmax_layers(self) -> Iterator[EntmaxAttention]:
+        return (layer for layer in self.modules() if isinstance(layer, EntmaxAttention))
+
+    def few_parameters(self) -> list[nn.Parameter]:
+        """Those of terms with one value, or a table, for each head."""
+        lazy = [parameter for layer in self.lazy_layers() for parameter in (layer.bias, layer.tau)]
+        return lazy + [layer.sparsity for layer in self.entmax_layers() if layer.sparsity is not None]
 
     @torch.no_grad()
     def continue_text(self, tokens: Tensor, count: int, generator: torch.Generator, temperature: float = 0.7) -> Tensor:

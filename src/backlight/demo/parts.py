@@ -27,7 +27,7 @@ PARTS = (
     Part("machine", "What this machine has", "backlight.demo.machine"),
     Part("seeds", "The seed cases against the float64 oracle", "backlight.demo.seeds"),
     Part("doctor", "The doctor: healthy kernels and famous bugs", "backlight.demo.doctor"),
-    Part("train", "A small model with Lazy Attention learns", "backlight.demo.train"),
+    Part("train", "Small models with Lazy Attention and entmax learn", "backlight.demo.train"),
 )
 NAMES = tuple(part.name for part in PARTS)
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from backlight.demo.history import History
+from backlight.demo.history import History, Moment
 
 BARS = "▁▂▃▄▅▆▇█"
-COLOURS = {"softmax": "#57606a", "lazy": "#b3321b"}
+COLOURS = {"softmax": "#57606a", "lazy": "#b3321b", "entmax": "#2c7a4b"}
 LAYER_COLOURS = ("#0b4f8a", "#c4681a", "#2c7a4b", "#6f42a1")
 
 
@@ -32,7 +32,7 @@ def has_matplotlib() -> bool:
 
 
 def report(console: Console, found: dict[str, History], out: Path) -> None:
-    """Write `train_lm.png` and `.svg` under `out`, or draw the biases in the terminal without matplotlib."""
+    """Write `train_lm` and `train_entmax` as png and svg under `out`, or draw the biases in the terminal without matplotlib."""
     if not has_matplotlib():
         console.print("matplotlib is not installed (extra `report`): the learned biases as text, distance 0 on the left")
         last = found["lazy"].lazy_moments[-1]
@@ -46,27 +46,51 @@ def report(console: Console, found: dict[str, History], out: Path) -> None:
 
 
 def draw(found: dict[str, History], out: Path) -> list[Path]:
-    """One figure: loss of both models; tau and density of every head over training; every head's bias by distance."""
+    """Of softmax and Lazy Attention one figure: losses; tau and density of every head over training; every head's bias by
+    distance. Of entmax another: losses of all, alpha and density of every head."""
     import matplotlib
 
+    paths = []
     with matplotlib.rc_context({"svg.hashsalt": "backlight", "svg.fonttype": "none", "font.size": 8, "axes.titlesize": 9}):
-        figure = _figure(found)
-        paths = [out / f"train_lm.{kind}" for kind in ("png", "svg")]
-        for path in paths:
-            figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+        for name, figure in (("train_lm", _figure(found)), ("train_entmax", _entmax_figure(found))):
+            for path in (out / f"{name}.{kind}" for kind in ("png", "svg")):
+                figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+                paths.append(path)
     return paths
+
+
+def _entmax_figure(found: dict[str, History]) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 2.6), layout="constrained", facecolor="white")
+    losses, alphas, densities = figure.subplots(1, 3)
+    moments = found["entmax"].entmax_moments
+    _held_out(losses, found)
+    _over_training(alphas, moments, "alpha", "alpha per head: larger is sparser")
+    _over_training(densities, moments, "density", "share of visible keys alive, per head")
+    return figure
+
+
+def _held_out(axes: Any, found: dict[str, History]) -> None:
+    axes.set(title="loss, nats per character, on held-out text", xlabel="step")
+    for kind, history in found.items():
+        steps, losses = zip(*((moment.step, moment.loss) for moment in history.moments), strict=True)
+        axes.plot(steps, losses, color=COLOURS[kind], linewidth=1.4, label=kind)
+    axes.legend(frameon=False)
 
 
 def _figure(found: dict[str, History]) -> Any:
     from matplotlib.figure import Figure
 
+    found = {kind: found[kind] for kind in ("softmax", "lazy")}
     layers, heads, _ = found["lazy"].lazy_moments[-1].bias.shape
     figure = Figure(figsize=(11, 2.9 + 1.9 * layers), layout="constrained", facecolor="white")
     grid = figure.add_gridspec(1 + layers, 3 * heads, height_ratios=[1.5] + [1] * layers)
     third = heads
     _losses(figure.add_subplot(grid[0, :third]), found)
-    _over_training(figure.add_subplot(grid[0, third : 2 * third]), found["lazy"], "tau", "tau per head: negative prunes")
-    _over_training(figure.add_subplot(grid[0, 2 * third :]), found["lazy"], "density", "share of visible keys alive, per head")
+    moments = found["lazy"].lazy_moments
+    _over_training(figure.add_subplot(grid[0, third : 2 * third]), moments, "tau", "tau per head: negative prunes")
+    _over_training(figure.add_subplot(grid[0, 2 * third :]), moments, "density", "share of visible keys alive, per head")
     for layer in range(layers):
         for head in range(heads):
             axes = figure.add_subplot(grid[1 + layer, 3 * head : 3 * head + 3])
@@ -83,10 +107,9 @@ def _losses(axes: Any, found: dict[str, History]) -> None:
     axes.legend(frameon=False)
 
 
-def _over_training(axes: Any, history: History, name: str, title: str) -> None:
+def _over_training(axes: Any, moments: Iterable[Moment], name: str, title: str) -> None:
     axes.set(title=title, xlabel="step")
-    steps = [moment.step for moment in history.lazy_moments]
-    values = [getattr(moment, name) for moment in history.lazy_moments]
+    steps, values = zip(*((moment.step, getattr(moment, name)) for moment in moments), strict=True)
     for layer in range(values[0].shape[0]):
         for head in range(values[0].shape[1]):
             label = f"layer {layer}" if head == 0 else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
+import bz2
 from functools import cached_property
 from importlib.resources import files
 
@@ -22,7 +22,7 @@ class Text:
 
     @classmethod
     def alice(cls) -> Text:
-        return cls(gzip.decompress(files("backlight").joinpath("data", "alice.txt.gz").read_bytes()).decode("ascii"))
+        return cls(bz2.decompress(files("backlight").joinpath("data", "alice.txt.bz2").read_bytes()).decode("ascii"))
 
     def __len__(self) -> int:
         return len(self.text)

@@ -1,7 +1,7 @@
-"""Part `train`: two small language models learn the same book, one with softmax, one with Lazy Attention.
+"""Part `train`: three small language models learn the same book, with softmax, with Lazy Attention and with entmax.
 
-Both see the same passages in the same order, from the same starting weights. What Lazy Attention has learned is shown head by
-head: bias by distance, tau, and density, the share of visible keys that keep a weight above zero.
+All see the same passages in the same order, from the same starting weights. What they have learned is shown head by head: bias
+by distance and tau, or alpha, and density, the share of visible keys that keep a weight above zero.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from rich.table import Table
 from torch import Tensor
 
 from backlight.demo import pictures
-from backlight.demo.history import MARGIN, History, LazyMoment, Moment
+from backlight.demo.history import MARGIN, EntmaxMoment, History, LazyMoment, Moment
 from backlight.demo.model import KINDS, CharacterModel
 from backlight.demo.text import Text
 from backlight.nn import statistics
 
 STEPS, BATCH, LENGTH = 100, 12, 96
 RATE = 4e-3
-# bias and tau are few and start far from where they end: Adam moves them by about this much a step
+# bias, tau and alpha are few and start far from where they end: Adam moves them by about this much a step
 TERM_RATE = 4e-2
 MOMENTS = 10
 PROMPT = "Alice was"
@@ -34,9 +34,12 @@ def examine(model: CharacterModel, step: int, passages: Tensor) -> Moment:
     layers = list(model.lazy_layers())
     with torch.no_grad(), statistics(model) as found:
         loss = model.loss(passages).item()
+    kept = [found[f"blocks.{i}.attention"] for i in range(len(model.blocks))]
+    alphas = alphas_of(model)
+    if alphas is not None:
+        return EntmaxMoment(step, loss, alphas, torch.stack([one.density.cpu() for one in kept]))
     if not layers:
         return Moment(step, loss)
-    kept = [found[f"blocks.{i}.attention"] for i in range(len(layers))]
     return LazyMoment(
         step=step,
         loss=loss,
@@ -47,8 +50,14 @@ def examine(model: CharacterModel, step: int, passages: Tensor) -> Moment:
     )
 
 
+def alphas_of(model: CharacterModel) -> Tensor | None:
+    """[layers, H] of a model with entmax."""
+    found = [torch.as_tensor(layer.alpha).detach().cpu().clone() for layer in model.entmax_layers()]
+    return torch.stack(found) if found else None
+
+
 def optimizer_of(model: CharacterModel) -> torch.optim.Optimizer:
-    terms = [parameter for layer in model.lazy_layers() for parameter in (layer.bias, layer.tau)]
+    terms = model.few_parameters()
     few = {id(parameter) for parameter in terms}
     others = [parameter for parameter in model.parameters() if id(parameter) not in few]
     return torch.optim.Adam([{"params": others, "lr": RATE}, {"params": terms, "lr": TERM_RATE}], betas=(0.9, 0.99))
@@ -81,6 +90,9 @@ def fit(
         history.losses.append(loss.item())
         if kind == "lazy":
             history.taus.append(torch.stack([layer.tau.detach().cpu().clone() for layer in model.lazy_layers()]))
+        alphas = alphas_of(model)
+        if alphas is not None:
+            history.alphas.append(alphas)
         if step == steps or step % max(1, steps // MOMENTS) == 0:
             history.moments.append(examine(model, step, held_out))
         seen(history.losses[-1])
@@ -90,7 +102,7 @@ def fit(
 
 
 def train(console: Console, *, steps: int = STEPS, seed: int = 0, device: torch.device | str = "cpu") -> dict[str, History]:
-    """Train both kinds, with a progress bar; kind -> history."""
+    """Train all kinds, with a progress bar; kind -> history."""
     text = Text.alice()
     columns = (TextColumn("{task.description:7} {task.completed}/{task.total}"), BarColumn())
     found = {}
@@ -139,10 +151,26 @@ def head_table(history: History) -> Table:
     return shown
 
 
+def alpha_table(history: History) -> Table:
+    """One row per head of the model with entmax: where its alpha went, and how sparse its attention became."""
+    first, last = history.entmax_moments[0], history.entmax_moments[-1]
+    shown = Table(title="Entmax, head by head", title_justify="left", padding=(0, 0))
+    for heading in ("layer", "head", "alpha before", "after", "density before", "after"):
+        shown.add_column(heading, justify="right")
+    shown.add_column("learned")
+    for layer, head in torch.cartesian_prod(*map(torch.arange, last.alpha.shape)).tolist():
+        values = [f"{moment.alpha[layer, head]:.2f}" for moment in (first, last)]
+        shares = [f"{moment.density[layer, head]:.0%}" for moment in (first, last)]
+        learned = "[bold red]no[/]" if (layer, head) in history.still_heads else "[green]yes[/]"
+        shown.add_row(str(layer), str(head), *values, *shares, learned)
+    return shown
+
+
 def report(console: Console, found: dict[str, History], out: Path) -> bool:
     """Show what was learned, write the pictures under `out`; true when every model learned."""
     console.print(loss_table(found))
     console.print(head_table(found["lazy"]))
+    console.print(alpha_table(found["entmax"]))
     for kind, history in found.items():
         console.print(f"{kind:7} {pictures.sparkline(history.losses)}", style="cyan")
     for kind, history in found.items():
@@ -158,6 +186,7 @@ def report(console: Console, found: dict[str, History], out: Path) -> bool:
 
 def run(console: Console, out: Path) -> bool:
     console.print(
-        "Two models of one book, character by character: softmax, and Lazy Attention (learned bias by distance, tau)."
+        "Three models of one book, character by character: softmax, Lazy Attention (learned bias by distance, tau), and entmax "
+        "(learned alpha)."
     )
     return report(console, train(console), out)

@@ -131,6 +131,7 @@ class ContextParallel(Sequences):
             element=call.q.element_size(),
             gate=call.spec.gate,
             tau=call.spec.tau,
+            entmax=call.spec.entmax,
         )
         name = rule.choose(shape, shards) if self.strategy == "auto" else self.strategy
         if name == "all_to_all":
@@ -177,8 +178,9 @@ def context_parallel(
         layout: "zigzag" balances causal work; "contiguous" keeps neighbours together (see `layout`).
         strategy: "ring" sends keys from rank to rank while it computes; "all_to_all" trades sequence for heads and needs
             heads of k that divide by the ranks; "auto", the default, takes the one that sends fewer bytes (see `rule`).
-        sum_learned: gradients of bias, sink and tau come back summed over the mesh, the same on every rank. False leaves each
-            rank its share, for a wrapper (FSDP, DDP) that reduces all parameters over the same ranks anyway. Default: True.
+        sum_learned: gradients of bias, sink, tau and entmax come back summed over the mesh, the same on every rank. False
+            leaves each its share, for a wrapper (FSDP, DDP) that reduces all parameters over the same ranks anyway. Default:
+            True.
         check: "always", the default, compares what all ranks are about to do before every call and before its backward; "first"
             leaves the comparison before the backward out once a kind of call has had one, which saves a round trip but turns
             ranks whose backwards differ into time-outs. Options are compared before every call either way.

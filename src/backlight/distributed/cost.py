@@ -97,7 +97,7 @@ def _step_seconds(shape: Shape, shards: Shards, machine: Machine, rank: int, sou
         return 0.0
     elements = shards.n_keys(source) * shape.batch * shape.kv_heads * (shape.d + shape.dv)
     width = shape.element + (max(4, shape.element) if backward else 0)
-    passes = (2 * shape.d + shape.dv) / (shape.d + shape.dv) if shape.tau and not backward else 1
+    passes = 1 if backward else (shape.key_sweeps * shape.d + shape.dv) / (shape.d + shape.dv)
     return elements * width * passes / machine.bandwidth + machine.latency
 
 
@@ -119,7 +119,7 @@ def memory(shape: Shape, shards: Shards, rank: int, strategy: str, backward: boo
     rows = shards.n_rows(rank) * shape.batch * shape.heads
     keys = shards.n_keys(rank) * shape.batch * shape.kv_heads
     query, key, output = rows * shape.d, keys * (shape.d + shape.dv), rows * shape.dv
-    kept = e * (query + key + output * (1 + shape.tau + shape.gate)) + wide * rows
+    kept = e * (query + key + output * (1 + (shape.tau or shape.entmax) + shape.gate)) + wide * rows
     if strategy == "all_to_all":
         # the shard itself and its trade for heads, then the gradients of both
         return kept + e * (query + key + output) * (2 if backward else 1)

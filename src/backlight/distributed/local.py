@@ -16,7 +16,7 @@ from backlight.distributed.merge import Dual
 from backlight.spec import packed_segments
 
 # what blocks are cut for; a term that is not here needs all keys of a row in one place
-RING_TAKES = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "rows", "pos", "packed"})
+RING_TAKES = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "entmax", "rows", "pos", "packed"})
 # v of a forward that is run for its lse alone: as narrow as every backend takes it
 NARROW = 8
 
@@ -41,9 +41,10 @@ def check_backend(call: Call, name: str | None, whole: bool, tangent: bool = Fal
 def typical_block(call: Call) -> Call:
     """A call that a backend takes if it takes the blocks of this one."""
     elastic = call.tau is not None
-    lse = call.q.new_empty(call.q.shape[:3], dtype=call.accumulator_dtype, device="meta") if elastic else None
+    needs_lse = elastic or call.entmax is not None
+    lse = call.q.new_empty(call.q.shape[:3], dtype=call.accumulator_dtype, device="meta") if needs_lse else None
     spec = call.spec.replace(sink=elastic and call.spec.sink)
-    return replace(call, spec=spec, sink=call.sink if spec.sink else None, part=Part(lse, lse))
+    return replace(call, spec=spec, sink=call.sink if spec.sink else None, part=Part(lse, lse if elastic else None))
 
 
 def block_call(
@@ -63,12 +64,10 @@ def block_call(
     mask: rows and pos of the block.
     """
     rows = slice(block.q0, block.q1)
-    elastic = part.lse is not None
-    if elastic:
-        assert part.lse is not None
-        assert part.n is not None
-        tlse = None if part.tlse is None else part.tlse[:, :, rows].contiguous()
-        part = Part(part.lse[:, :, rows].contiguous(), part.n[..., rows], tlse)
+    elastic = part.n is not None
+    if part.lse is not None:
+        lse, tlse, eta = (None if x is None else x[:, :, rows].contiguous() for x in (part.lse, part.tlse, part.eta))
+        part = Part(lse, None if part.n is None else part.n[..., rows], tlse, eta)
     gated = gate and call.gate is not None
     spec = block.spec.replace(tau=elastic, sink=elastic and call.sink is not None, gate=gated)
     cu_q, cu_k = (None, None) if block.borders is None else (_on(call.q.device, values) for values in block.borders)
@@ -81,8 +80,9 @@ def block_call(
         call.sink if spec.sink else None,
         call.tau if spec.tau else None,
         call.gate[:, :, rows] if gated and call.gate is not None else None,
-        # a ring takes neither a pair bias nor entmax
-        *(None, None),
+        # a ring takes no pair bias
+        None,
+        call.entmax,
         *mask,
         cu_q,
         cu_k,
@@ -102,6 +102,11 @@ def block_lse(call: Call, name: str | None) -> Tensor:
     return block_forward(call, name)[1]
 
 
+def block_sums(call: Call, name: str | None) -> Tensor:
+    """[4,B,Hq,Sq]: F, W, W2 and the sum of p ln p of a block with entmax at the lse of its part."""
+    return registry.choose(call, name).entmax_sums(call)  # type: ignore[attr-defined]
+
+
 def block_tangent(call: Call, name: str | None, tangents: Mapping[str, Tensor]) -> tuple[Dual, Tensor | None]:
     """o, lse and their tangents, and u, of a block; of an elastic part they are summands (`Part`)."""
     met = {each: t for each, t in tangents.items() if getattr(call, each) is not None}
@@ -112,14 +117,14 @@ def block_tangent(call: Call, name: str | None, tangents: Mapping[str, Tensor]) 
 def block_backward(
     call: Call, name: str | None, lse: Tensor, delta: Tensor, dy: Tensor, needs: frozenset[str]
 ) -> dict[str, Tensor]:
-    """dq, dk, dv and dbias of a block, of those in `needs`, from the lse and delta (eq. 20, less dlse) of the whole rows.
+    """dq, dk, dv, dbias and dentmax of a block, of those in `needs`, from the lse and delta (eq. 20, less dlse) of whole rows.
 
     A backend forms delta as y . dy - dlse: with y = 0 and dlse = -delta it is the one given (eq. 44).
     """
     if not call.spec.bias:
         needs -= {"dbias"}
     y = dy.new_zeros(1).expand(dy.shape)
-    u = y if call.tau is not None else None
+    u = y if call.spec.keeps_u else None
     return registry.choose(call, name).backward(call, y, lse.contiguous(), u, dy, -delta, needs)
 
 

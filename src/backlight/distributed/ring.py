@@ -1,4 +1,4 @@
-"""Ring: rows stay, keys come by. In step t a rank works on the keys of the rank t places before it (eq. 43-46).
+"""Ring: rows stay, keys come by. In step t a rank works on the keys of the rank t places before it (eq. 43-46, 94).
 
 The keys of step t + 1 are in flight while step t computes. They come straight from the rank that holds them, so a rank that
 sees none of somebody's keys asks for nothing, and all know from the geometry alone who sends what to whom. Partial o, lse, dq,
@@ -17,6 +17,7 @@ from torch import Tensor
 from backlight.call import Call, Part, learned_tensors
 from backlight.distributed.blocks import Block, Shards
 from backlight.distributed.communicator import Communicator, Pending
+from backlight.distributed.entmax import prepare_entmax, ring_entmax
 from backlight.distributed.local import NARROW, block_backward, block_call, block_forward, block_lse
 from backlight.distributed.masking import counts, local_rows, of_block
 from backlight.distributed.merge import add_sink, merge_, merge_lse_
@@ -28,7 +29,7 @@ TAGS_PER_STEP = 4
 
 @dataclass(frozen=True)
 class Ring:
-    """Strategy "ring" for one sharded problem. Kept for the backward: the call's tensors, y, lse and, with tau, u."""
+    """Strategy "ring" for one sharded problem. Kept for the backward: the call's tensors, y, lse and, with tau or entmax, u."""
 
     communicator: Communicator
     shards: Shards
@@ -43,7 +44,9 @@ class Ring:
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """(y, lse, what the backward needs) of this rank's rows."""
-        if call.tau is None:
+        if call.entmax is not None:
+            y, lse, u = ring_entmax(self, call)
+        elif call.tau is None:
             y, lse, u = *finish(call, *self._softmax(call)), None
         else:
             y, lse, u = self._elastic(call)
@@ -88,14 +91,17 @@ class Ring:
         self, call: Call, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]
     ) -> dict[str, Tensor]:
         """The gradients in `needs` (eq. 44); those of bias, sink and tau over this rank's rows, in the accumulator dtype."""
-        n = None if call.tau is None else counts(call, self.shards, self.rank)
         mask = self.masks(call)
-        prepared = prepare(call, y, lse, u, dy, dlse, needs)
-        whole = Part() if n is None else Part(lse, n)
+        if call.entmax is None:
+            prepared = prepare(call, y, lse, u, dy, dlse, needs)
+            whole = Part() if call.tau is None else Part(lse, counts(call, self.shards, self.rank))
+        else:
+            prepared, whole = prepare_entmax(self, call, y, lse, u, dy, dlse, needs)
+        summed = (("dq", call.q), ("dk", call.k), ("dv", call.v), ("dbias", call.bias), ("dentmax", call.entmax))
         sums = {
             # contiguous whatever the strides of the input: dk and dv are sent
-            name: x.new_zeros(x.shape, dtype=call.accumulator_dtype)
-            for name, x in (("dq", call.q), ("dk", call.k), ("dv", call.v), ("dbias", call.bias))
+            name: prepared.begun.get(name, x.new_zeros(x.shape, dtype=call.accumulator_dtype))
+            for name, x in summed
             if name in needs and x is not None
         }
         if not sums:
@@ -113,8 +119,8 @@ class Ring:
                     total[:, :, keys] += found[name]
                 if "dq" in sums:
                     sums["dq"][:, :, rows] += found["dq"]
-                if "dbias" in found:
-                    sums["dbias"] += found["dbias"]
+                for name in {"dbias", "dentmax"} & found.keys():
+                    sums[name] += found[name]
             if step > 0:
                 returns.send(step, source, keys_sums)
         returns.collect()

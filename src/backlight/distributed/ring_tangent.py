@@ -5,14 +5,14 @@ With tau the normaliser of the whole row and its tangent come first, from the ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from backlight.call import Call, Part, learned_tensors
-from backlight.distributed.blocks import Block, Shards
+from backlight.distributed.keys import Keys
 from backlight.distributed.local import NARROW, block_call, block_tangent
 from backlight.distributed.masking import counts
 from backlight.distributed.merge import Dual, add_sink_tangent, merge_tangent_
@@ -27,27 +27,6 @@ class Moved(NamedTuple):
     ty: Tensor
     tlse: Tensor
     kept: list[Tensor | None]
-
-
-class Keys(Protocol):
-    """What `ring.Ring` is here."""
-
-    @property
-    def shards(self) -> Shards: ...
-
-    @property
-    def backend(self) -> str | None: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    def visits(self, mine: Sequence[Tensor], what: str) -> Iterator[tuple[int, int, list[Tensor]]]: ...
-
-    def masks(self, call: Call) -> Callable[[Block, int], tuple[Tensor | None, Tensor | None]]: ...
-
-    def zeros(self, call: Call) -> Tensor: ...
-
-    def no_lse(self, call: Call) -> Tensor: ...
 
 
 def ring_tangent(ring: Keys, call: Call, tangents: Mapping[str, Tensor]) -> Moved:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -47,10 +47,11 @@ def stored(value: Tensor, like: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Prepared:
     """delta - dlse [B,Hq,Sq] of every row and the gradients that need no key: dgate, dtau and dsink, the last two summed
-    over the rows of this rank only."""
+    over the rows of this rank only. begun: gradients to which blocks add."""
 
     delta: Tensor
     gradients: dict[str, Tensor]
+    begun: dict[str, Tensor] = field(default_factory=dict)
 
 
 def prepare(

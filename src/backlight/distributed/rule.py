@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from backlight.distributed.blocks import Shards
 
+# sweeps over the keys with entmax: bounds of thresholds, two to four steps, the last
+ENTMAX_SWEEPS = 5
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -19,6 +22,12 @@ class Shape:
     element: int
     gate: bool = False
     tau: bool = False
+    entmax: bool = False
+
+    @property
+    def key_sweeps(self) -> int:
+        """How often a forward sends k: with tau for the lse, then for the output; with entmax about so often."""
+        return 2 if self.tau else ENTMAX_SWEEPS if self.entmax else 1
 
 
 def sent_by_ring(shape: Shape, shards: Shards, rank: int, backward: bool = False) -> int:
@@ -27,10 +36,11 @@ def sent_by_ring(shape: Shape, shards: Shards, rank: int, backward: bool = False
     readers = sum(shards.sees(other, rank) for other in range(shards.world) if other != rank)
     keys = readers * shards.n_keys(rank)
     if not backward:
-        # the elastic softmax sends k twice: for the lse, then for the output
-        return keys * per_key * shape.element * (shape.d * (2 if shape.tau else 1) + shape.dv)
+        return keys * per_key * shape.element * (shape.d * shape.key_sweeps + shape.dv)
     seen = sum(shards.n_keys(other) for other in range(shards.world) if other != rank and shards.sees(rank, other))
-    return per_key * (shape.d + shape.dv) * (keys * shape.element + seen * max(4, shape.element))
+    # with entmax k comes by once more, for the sums that a gradient by alpha needs
+    sums = keys * per_key * shape.element * shape.d if shape.entmax else 0
+    return sums + per_key * (shape.d + shape.dv) * (keys * shape.element + seen * max(4, shape.element))
 
 
 def sent_by_all_to_all(shape: Shape, shards: Shards, rank: int, backward: bool = False) -> int:

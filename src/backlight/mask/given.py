@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from backlight import intervals
-from backlight.arguments import check_whole, shown
-from backlight.mask.inputs import Wholes, per_entry, per_key, place, same_device
+from backlight.arguments import check_whole, place, shown
+from backlight.mask.inputs import Wholes, per_entry, per_key, same_device
 from backlight.mask.mask import Mask, as_int32
 
 # entries of a function's mask that are held at a time

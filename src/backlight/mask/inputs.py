@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight.arguments import INTEGERS, check_device, check_whole, shown
+from backlight.arguments import INTEGERS, check_device, check_whole, place, shown
 from backlight.mask.mask import Mask, as_int32
 
 Wholes = Tensor | Sequence[int] | Sequence[Sequence[int]] | int
@@ -72,14 +72,6 @@ def keys(length: int, device: torch.device, ahead: int = 0) -> Tensor:
 
 def check_length(length: Any) -> None:
     check_whole("length", length, least=0)
-
-
-def place(device: torch.device | str | None) -> torch.device:
-    """The device by its name; None is torch's default."""
-    try:
-        return torch.get_default_device() if device is None else torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device must be a torch.device, its name or None, got {shown(device)}") from error
 
 
 def same_device(name: str, tensor: Tensor, owner: str, other: Tensor) -> None:

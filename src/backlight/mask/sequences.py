@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight.arguments import check_flag, check_whole
-from backlight.mask.inputs import Wholes, check_length, keys, of_entries, one_run, per_entry, per_key, place, same_device
+from backlight.arguments import check_flag, check_whole, place
+from backlight.mask.inputs import Wholes, check_length, keys, of_entries, one_run, per_entry, per_key, same_device
 from backlight.mask.mask import Mask, with_borders
 
 Device = torch.device | str | None

@@ -17,6 +17,7 @@ class TiledBackend:
     summary = "plain PyTorch, any device, fp16 to fp64, every variant, linear memory"
     takes = frozenset(
         {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "entmax", "rows", "pos", "packed", "part"}
+        | {"entmax_part"}
     )
     # a new term has no derivatives until it is named here too
     twice = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed"})
@@ -46,6 +47,12 @@ class TiledBackend:
         from backlight.backends.tiled.backward import backward
 
         return backward(call, y, lse, u, dy, dlse, needs)
+
+    @torch.no_grad()
+    def entmax_sums(self, call: Call) -> Tensor:
+        from backlight.backends.tiled.forward import entmax_sums
+
+        return entmax_sums(call)
 
     @torch.no_grad()
     def tangent(self, call: Call, tangents: dict[str, Tensor], known: tuple[Any, ...] | None) -> tuple[Any, ...]:

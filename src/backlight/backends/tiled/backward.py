@@ -133,7 +133,8 @@ def _prepass_entmax(
     delta = (do * block.rows_of(incoming.u)).sum(dim=-1, keepdim=True)
     if incoming.dlse is not None:
         dlse = block.rows_of(incoming.dlse[..., None]).to(dtype).masked_fill(lse == -math.inf, 0)
-        delta -= dlse / entmax.slope_sums(scores, lse, lse2, block_tiles)
+        # of a part it is -delta of the whole row
+        delta -= dlse if call.part is not None else dlse / entmax.slope_sums(scores, lse, lse2, block_tiles)
     if "dsink" in sums:
         dsink = block.sum_positions(entmax.sink_weights(lse)[1] * delta).neg_()
         add_heads_(sums["dsink"], block.slab, block.group, dsink)
@@ -212,8 +213,9 @@ def _backward_slab(
             if dk is not None:
                 add_product_(dk[:, :, keys], scores.q[:, part].mT, dx)
         if by_alpha is not None:
-            rows = incoming.rows(block)
-            add_heads_(sums["dentmax"], slab, call.group, block.sum_positions(by_alpha.rows(*rows)))
+            eta = None if call.part is None else call.part.eta
+            rows = by_alpha.rows(*incoming.rows(block)) if eta is None else by_alpha.of_part(block.rows_of(eta[..., None]))
+            add_heads_(sums["dentmax"], slab, call.group, block.sum_positions(rows))
         if "dq" in out:
             block.put_rows(out["dq"], dq.mul_(call.scale))
     if dk is not None:

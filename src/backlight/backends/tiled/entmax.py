@@ -8,7 +8,6 @@ follow from lse: u = 1 + gain * (s2 - lse2).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,43 +16,11 @@ from backlight.backends.tiled.config import Slab, Tile
 from backlight.backends.tiled.primitives import Block, Scores, add_product_, heads_of
 from backlight.call import Call
 from backlight.spec import LN2
+from backlight.thresholds import Bound, Sums, power
 
 MOST_SWEEPS = 40
 # a step this small, in eps of the threshold, is rounding
 CLOSE = 8.0
-
-
-def power(u: Tensor, exponent: Tensor | float) -> Tensor:
-    """u ** exponent where u > 0; 0 elsewhere, with an exponent of 0 too."""
-    return torch.where(u > 0, u.pow(exponent), 0)
-
-
-@dataclass(slots=True)
-class Sums:
-    """Of one row each, [N, rows, 1]: F, W and W2 of eq. 80 and 83 at a threshold."""
-
-    f: Tensor
-    w: Tensor
-    w2: Tensor
-
-    def add_(self, part: slice, u: Tensor, e: Tensor) -> None:
-        for total, exponent in ((self.f, e), (self.w, e - 1), (self.w2, e - 2)):
-            total[:, part] += power(u, exponent).sum(dim=-1, keepdim=True)
-
-    def newton(self, e: Tensor) -> Tensor:
-        """Eq. 81: the step of the threshold; 0 where nothing weighs."""
-        return torch.where(self.w > 0, (self.f - power(self.f, 1 - 1 / e)) / self.w, 0)
-
-    def step(self, e: Tensor, room: Tensor) -> Tensor:
-        """Eq. 83, held within its bounds; room: how far the largest z lies above the threshold."""
-        newton = self.newton(e)
-        h, down = power(self.f, 1 / e), self.w * power(self.f, 1 / e - 1)
-        bend = (e - 1) * (self.w2 * power(self.f, 1 / e - 1) - self.w**2 * power(self.f, 1 / e - 2))
-        halley = 2 * (h - 1) * down / (2 * down**2 - (h - 1) * bend)
-        held = torch.minimum(torch.maximum(halley, newton), room * (1 - 1 / h))
-        # beyond alpha 1.5 W2 has no bound
-        usable = (e >= 2) & (h > 1) & torch.isfinite(held)
-        return torch.where(usable, held, newton)
 
 
 class Entmax:
@@ -99,29 +66,18 @@ class Entmax:
             # the first group of keys is the sink alone
             largest.copy_(self.sink)
             theta.copy_(self.sink - 1)
-            line = slope = (theta > -math.inf).to(theta.dtype)
-            slope = slope.clone()
+            line = (theta > -math.inf).to(theta.dtype)
+            slope = line.clone()
         for tile in tiles:
             part = scores.block.part(tile)
             e, z = self.e[:, part], scores.tile(tile).mul_(self.gain[:, part])
             top = z.amax(dim=-1, keepdim=True)
             largest[:, part] = torch.maximum(largest[:, part], top)
-            old = theta[:, part]
-            new = torch.maximum(old, top - 1)
-            seen, known = new > -math.inf, old > -math.inf
-            base = torch.where(seen, new, 0)
-            moved = torch.where(known, base - torch.where(known, old, 0), 0)
-            had, b = (line[:, part] - slope[:, part] * moved).clamp(min=0), slope[:, part]
-            u = z.sub_(base).clamp_(min=0)
-            h = power(power(u, e).sum(dim=-1, keepdim=True), 1 / e)
-            s = torch.where(h > 0, power(u, e - 1).sum(dim=-1, keepdim=True) / power(h, e - 1), 0)
-            t = torch.zeros_like(h)
-            for _ in range(2):
-                t = t + _sum_of(had - b * t, h - s * t, b, s, e).newton(e).clamp(min=0)
-            both = _sum_of(had - b * t, h - s * t, b, s, e)
-            theta[:, part] = torch.where(seen, base + t, -math.inf)
-            line[:, part] = power(both.f, 1 / e)
-            slope[:, part] = torch.where(both.f > 0, both.w / power(both.f, 1 - 1 / e), 0)
+            bound = Bound(theta[:, part], line[:, part], slope[:, part])
+            new = torch.maximum(bound.theta, top - 1)
+            u = z.sub_(bound.moved(new)[0]).clamp_(min=0)
+            f, w = (power(u, exponent).sum(dim=-1, keepdim=True) for exponent in (e, e - 1))
+            theta[:, part], line[:, part], slope[:, part] = bound.joined(new, f, w, e)
         return theta, largest
 
     def _sums(self, scores: Scores, theta: Tensor, tiles: list[Tile]) -> Sums:
@@ -171,6 +127,29 @@ class Entmax:
         """(p, w)."""
         return power(u, self.e[:, part]), power(u, self.e[:, part] - 1)
 
+    # --- parts of a row's keys, at the lse of the whole row (eq. 94) ----------------------------------------------------------
+
+    def summands(self, scores: Scores, v: Tensor, lse2: Tensor, tiles: list[Tile]) -> tuple[Tensor, Tensor]:
+        """p v and w v of the started block, [N, rows, Dv]."""
+        o = v.new_zeros(*scores.q.shape[:2], v.shape[-1], dtype=scores.dtype)
+        u = torch.zeros_like(o)
+        for tile in tiles:
+            part, keys = scores.block.part(tile), v[:, tile.j0 : tile.j1]
+            for total, weights in zip((o, u), self.weights(self.above(scores.tile(tile), lse2, part), part), strict=True):
+                add_product_(total[:, part], weights.to(v.dtype), keys)
+        return o, u
+
+    def row_sums(self, scores: Scores, lse2: Tensor, tiles: list[Tile]) -> tuple[Tensor, ...]:
+        """F, W, W2 and the sum of p ln p, [N, rows, 1] each."""
+        sums = Sums(*(torch.zeros_like(lse2) for _ in range(3)))
+        entropy = torch.zeros_like(lse2)
+        for tile in tiles:
+            part = scores.block.part(tile)
+            u, e = self.above(scores.tile(tile), lse2, part), self.e[:, part]
+            sums.add_(part, u, e)
+            entropy[:, part] += (torch.xlogy(power(u, e), u) * e).sum(dim=-1, keepdim=True)
+        return sums.f, sums.w, sums.w2, entropy
+
     # --- backward ------------------------------------------------------------------------------------------------------------
 
     def sink_weights(self, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,12 +170,6 @@ class Entmax:
         return total.masked_fill_(total == 0, 1)
 
 
-def _sum_of(left: Tensor, right: Tensor, b: Tensor, s: Tensor, e: Tensor) -> Sums:
-    """F and W of two lines, held at 0 from below, with the slopes b and s."""
-    left, right = left.clamp(min=0), right.clamp(min=0)
-    return Sums(power(left, e) + power(right, e), power(left, e - 1) * b + power(right, e - 1) * s, torch.zeros_like(left))
-
-
 class ByAlpha:
     """The gradient by alpha of a block's rows (eq. 89), summed in the tile loop: from rounded o and u it would be off by
     percents."""
@@ -213,6 +186,10 @@ class ByAlpha:
         self.entropy[:, part] += own.sum(dim=-1, keepdim=True)
         self.slopes[:, part] += w.sum(dim=-1, keepdim=True)
         self.moved[:, part] += (w * dp).sum(dim=-1, keepdim=True)
+
+    def of_part(self, eta: Tensor) -> Tensor:
+        """[N, rows, 1] of keys that are a part of a row's, whose eta is known; without what comes from dlse."""
+        return self.entmax.e * (self.of_keys - eta * self.moved)
 
     def rows(self, lse: Tensor, dlse: Tensor | None) -> Tensor:
         """[N, rows, 1]; dlse is 0 where there is no lse."""

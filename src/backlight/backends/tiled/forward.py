@@ -49,7 +49,11 @@ def _forward_slab(
         scores.start(block)
         if entmax is not None:
             entmax.start(block)
-            block_lse, o, block_u = entmax.forward(scores, v, block_tiles)
+            if known_lse is None:
+                block_lse, o, block_u = entmax.forward(scores, v, block_tiles)
+            else:
+                block_lse = block.rows_of(known_lse[..., None])
+                o, block_u = entmax.summands(scores, v, base2(block_lse), block_tiles)
             if u is not None:
                 block.put_rows(u, block_u)
         elif known_lse is None:
@@ -65,6 +69,26 @@ def _forward_slab(
             o.mul_(torch.sigmoid(block.rows_of(call.gate).to(o.dtype)))
         block.put_rows(y, o)
         block.put_rows(lse[..., None], block_lse)
+
+
+def entmax_sums(call: Call) -> Tensor:
+    """[4,B,Hq,Sq]: F, W, W2 and the sum of p ln p of a part's rows at its lse."""
+    assert call.part is not None
+    assert call.part.lse is not None
+    sums = call.q.new_zeros(4, *call.q.shape[:3], dtype=call.accumulator_dtype)
+    config = config_of(call)
+    workspace = Workspace(config.heads * call.group * config.block_m * config.block_n, call.q.detach(), call.accumulator_dtype)
+    for slab in slabs(call, config):
+        z, scores, entmax = slab.segment, Scores(call, slab, workspace), Entmax(call, slab)
+        for i0, i1 in row_blocks(z.sq, config):
+            block = Block(slab, call.group, i0, i1)
+            block_tiles = scores.visited(tiles(call.spec, i0, i1, z.sq, z.sk, config))
+            scores.start(block)
+            entmax.start(block)
+            lse2 = base2(block.rows_of(call.part.lse[..., None]))
+            for total, found in zip(sums, entmax.row_sums(scores, lse2, block_tiles), strict=True):
+                block.put_rows(total[..., None], found)
+    return sums
 
 
 def start(scores: Scores, sink: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -94,6 +94,16 @@ def store_diagonals(partial_ptr, total, splits, BM: tl.constexpr, BN: tl.constex
     tl.store(partial_ptr + place - BN, tl.sum(tl.where(first_half, 0.0, rotated), 0), mask=place >= BN)
 
 
+@triton.jit
+def weights_of(s, alpha, V: tl.constexpr):
+    """p, or what ds has in its place under entmax, of scores that the mask has not touched yet."""
+    if V.ENTMAX != 0:
+        p = raised(above(s, alpha), 1 / (alpha - 1), V, 1)
+    else:
+        p = tl.exp2(s)
+    return p
+
+
 @triton.jit(do_not_specialize=["splits", "pitch16", "sq", "sk", "n_segments"])
 def _dbias_kernel(
     q_rows, k_rows, v_rows, do_rows, q_desc, k_desc, v_desc, do_desc, minus_lse2_ptr, delta_ptr, share_ptr, table_ptr,
@@ -140,10 +150,7 @@ def _dbias_kernel(
                 if V.PAIR > 0:
                     here = pair_place(b, h, i0, j0, segment, V)
                     s += pair_tile(pair, pair.ptr, here, segment.sq, V, False, BM, BN, False, True) * LOG2E
-                if V.ENTMAX != 0:
-                    p = raised(above(s, alpha), 1 / (alpha - 1), V, 1)
-                else:
-                    p = tl.exp2(s)
+                p = weights_of(s, alpha, V)
                 p = of_keys(p, (i0 + row_lanes)[:, None], keys, j0, intervals, segment, V, BN)
                 share = minus_lse2
                 if V.TAU:

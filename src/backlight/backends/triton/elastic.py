@@ -3,7 +3,7 @@
 Registers: q [BM, D], accumulators o and u [BM, Dv] in fp32. Parity contract: tests/conformance.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.launch import Launch, rows_of
-from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
+from backlight.backends.triton.loads import at, key_tile, own_tile, store_gated, store_tile
 from backlight.backends.triton.primitives import (
     LOG2E,
     Frame,
@@ -26,19 +26,8 @@ from backlight.backends.triton.primitives import (
 )
 from backlight.backends.triton.visits import visited
 
-
-class Tensors(NamedTuple):
-    """Rows of q, k, v, gate, y, u, and the rest by pointers; u is None where it is not kept."""
-
-    q: Any
-    k: Any
-    v: Any
-    gate: Any
-    y: Any
-    u: Any
-    lse_ptr: Any
-    table_ptr: Any
-    tau_ptr: Any
+# rows of q, k, v, gate, y, u, and the rest by pointers; u is None where it is not kept
+Tensors = namedtuple("Tensors", ("q", "k", "v", "gate", "y", "u", "lse_ptr", "table_ptr", "tau_ptr"))
 
 
 @triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
@@ -87,10 +76,7 @@ def _elastic_kernel(
     if tensors.u is not None:
         u_ptr = at(tensors.u, block.b, block.h, block.row)
         store_tile(u_ptr, tensors.u.row, block.n_rows, u / tl.maximum(n, 1), BM, V.DV, V.BDV)
-    if V.GATE:
-        gate = own_tile(tensors.gate, block, BM, V.DV, V.BDV)
-        o = o * tl.sigmoid(gate.to(tl.float32))
-    store_tile(at(tensors.y, block.b, block.h, block.row), tensors.y.row, block.n_rows, o, BM, V.DV, V.BDV)
+    store_gated(tensors.y, tensors.gate, block, o, V, BM)
 
 
 def elastic_of(launch: Launch, lse: Tensor, y: Tensor, u: Tensor | None) -> None:

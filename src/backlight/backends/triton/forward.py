@@ -13,7 +13,7 @@ from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.elastic import elastic_of
 from backlight.backends.triton.entmax import entmax_of
 from backlight.backends.triton.launch import Launch, compact
-from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
+from backlight.backends.triton.loads import key_tile, own_tile, store_gated
 from backlight.backends.triton.pair import block_place, pair_tile
 from backlight.backends.triton.primitives import LN2, LOG2E, keys_of, logits_of, row_block, visible
 from backlight.backends.triton.visits import visited
@@ -24,6 +24,52 @@ from backlight.call import Call
 LARGEST_LOGIT = 80.0
 LOWEST_REFERENCE = tl.constexpr(-16.0)
 LARGEST = tl.constexpr(3.0e38)
+
+
+@triton.jit
+def pair_of(block, j0, pair, pair_desc, unit, V: tl.constexpr, PAIR_TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """A tile of the pair bias in the units of `logits_of`, 0 where there is none."""
+    addend = 0.0
+    if V.PAIR > 0:
+        place = block_place(block, j0, V)
+        addend = pair_tile(pair, pair_desc, place, block.segment.sq, V, PAIR_TMA, BM, BN, False)
+        if V.SOFTCAP:
+            addend *= LOG2E / unit
+    return addend
+
+
+@triton.jit
+def sums_with_sink(sink_ptr, unit, BM: tl.constexpr):
+    """(sink of a head, the maximum and the sum of rows that have seen nothing else)."""
+    sink = tl.load(sink_ptr).to(tl.float32)
+    # kept finite, for what is subtracted from it; below it every other weight is 0
+    row_max = tl.zeros([BM], tl.float32) + tl.minimum(sink * LOG2E / unit, LARGEST)
+    return sink, row_max, tl.full([BM], 1.0, tl.float32)
+
+
+@triton.jit
+def store_lse(lse_ptr, lse2, block, sq, geometry, BM: tl.constexpr):
+    lse_ptr += tl.cast(block.b * geometry.heads + block.h, tl.int64) * sq + block.row
+    tl.store(lse_ptr + tl.arange(0, BM), lse2 * LN2, mask=tl.arange(0, BM) < block.n_rows)
+
+
+@triton.jit
+def lowered(x, row_max, first):
+    """Bounded logits of the first tile below their row's maximum in it, and the maximum."""
+    # what weighs most in a short row should weigh 1, which p's dtype holds exactly
+    reference = tl.maximum(tl.max(x, 1), LOWEST_REFERENCE) * first
+    return x - reference[:, None], row_max + reference
+
+
+@triton.jit
+def online_step(x, row_max, row_sum, unit):
+    """(p of a tile, the factor of what came before, the new maximum, the new sum)."""
+    new_max = tl.maximum(row_max, tl.max(x, 1))
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    # the difference first: an unchanged maximum must rescale by exactly 1
+    rescale = tl.exp2((row_max - safe_max) * unit)
+    p = tl.exp2(x * unit - (safe_max * unit)[:, None])
+    return p, rescale, new_max, row_sum * rescale + tl.sum(p, 1)
 
 
 @triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
@@ -42,10 +88,7 @@ def _fwd_kernel(
     row_max = tl.full([BM], 0.0 if BOUNDED else float("-inf"), tl.float32)
     row_sum = tl.zeros([BM], tl.float32)
     if V.SINK:
-        sink = tl.load(sink_ptr + block.h).to(tl.float32)
-        # kept finite, for what is subtracted from it; below it every other weight is 0
-        row_max = tl.zeros([BM], tl.float32) + tl.minimum(sink * LOG2E / unit, LARGEST)
-        row_sum = tl.full([BM], 1.0, tl.float32)
+        sink, row_max, row_sum = sums_with_sink(sink_ptr + block.h, unit, BM)
     BDV: tl.constexpr = V.BDV
     o = tl.zeros([BM, BDV], tl.float32)
     span, visits, intervals = keys_of(block, mask, sq, sk, n_segments, geometry, V, BN)
@@ -57,12 +100,7 @@ def _fwd_kernel(
             if BOUNDED:
                 x, _ = logits_of(t, unit, -row_max[:, None], geometry, V, "none")
             else:
-                addend = 0.0
-                if V.PAIR > 0:
-                    place = block_place(block, j0, V)
-                    addend = pair_tile(pair, pair_desc, place, block.segment.sq, V, PAIR_TMA, BM, BN, False)
-                    if V.SOFTCAP:
-                        addend *= LOG2E / unit
+                addend = pair_of(block, j0, pair, pair_desc, unit, V, PAIR_TMA, BM, BN)
                 x, _ = logits_of(t, 1.0, addend, geometry, V, "none")
             if V.BIAS:
                 entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
@@ -75,21 +113,12 @@ def _fwd_kernel(
                 seen = visible(block.position, j0 + key_lanes, intervals, block.segment, geometry, V, BN)
                 x = tl.where(seen, x, float("-inf"))
                 if BOUNDED:
-                    # what weighs most in a short row should weigh 1, which p's dtype holds exactly
-                    reference = tl.maximum(tl.max(x, 1), LOWEST_REFERENCE) * (j0 == span.start)
-                    x -= reference[:, None]
-                    row_max += reference
+                    x, row_max = lowered(x, row_max, j0 == span.start)
             if BOUNDED:
                 p = tl.exp2(x)
                 row_sum += tl.sum(p, 1)
             else:
-                new_max = tl.maximum(row_max, tl.max(x, 1))
-                safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-                # the difference first: an unchanged maximum must rescale by exactly 1
-                rescale = tl.exp2((row_max - safe_max) * unit)
-                p = tl.exp2(x * unit - (safe_max * unit)[:, None])
-                row_sum = row_sum * rescale + tl.sum(p, 1)
-                row_max = new_max
+                p, rescale, row_max, row_sum = online_step(x, row_max, row_sum, unit)
                 if not LSE_ONLY:
                     o = o * rescale[:, None]
             if not LSE_ONLY:
@@ -100,14 +129,10 @@ def _fwd_kernel(
     lse2 = row_max + tl.log2(row_sum)
     if V.SINK:
         lse2 = tl.where(sink == float("inf"), sink, lse2)
-    lse_ptr += tl.cast(block.b * geometry.heads + block.h, tl.int64) * sq + block.row
-    tl.store(lse_ptr + tl.arange(0, BM), lse2 * LN2, mask=tl.arange(0, BM) < block.n_rows)
+    store_lse(lse_ptr, lse2, block, sq, geometry, BM)
     if not LSE_ONLY:
         o = o / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
-        if V.GATE:
-            gate = own_tile(gate_rows, block, BM, V.DV, V.BDV)
-            o = o * tl.sigmoid(gate.to(tl.float32))
-        store_tile(at(y_rows, block.b, block.h, block.row), y_rows.row, block.n_rows, o, BM, V.DV, V.BDV)
+        store_gated(y_rows, gate_rows, block, o, V, BM)
 
 
 def bounded(call: Call) -> bool:

@@ -100,3 +100,12 @@ def store_tile(ptr, stride, n, value, B: tl.constexpr, D: tl.constexpr, BD: tl.c
     if D != BD:
         mask = mask & (columns < D)[None, :]
     tl.store(ptr + lanes[:, None] * stride + columns[None, :], value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_gated(y_rows, gate_rows, block, o, V: tl.constexpr, BM: tl.constexpr):
+    """y of a row block: o, under the gate where there is one."""
+    if V.GATE:
+        gate = own_tile(gate_rows, block, BM, V.DV, V.BDV)
+        o = o * tl.sigmoid(gate.to(tl.float32))
+    store_tile(at(y_rows, block.b, block.h, block.row), y_rows.row, block.n_rows, o, BM, V.DV, V.BDV)

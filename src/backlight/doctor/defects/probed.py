@@ -17,8 +17,8 @@ PROBED: dict[str, Defect] = {
     for each in (
         _fresh(
             "sum-not-cleared",
-            "a sum begins with whatever was in memory: the buffer it is added onto is never cleared",
-            "atomic adds, or read-add-write, go into memory allocated without initialisation",
+            "whatever was in memory is part of a sum: a buffer is added onto and never cleared, or a summand never stored",
+            "atomic adds go into memory without initialisation, or partial sums are not stored for all heads and tiles",
             "dq",
             "other numbers in fresh memory move every value they reach by one multiple of their difference",
             "Allocate with zeros instead of empty: the values must become right.",
@@ -68,6 +68,17 @@ PROBED: dict[str, Defect] = {
             severity="precision",
         ),
         Defect(
+            "operand-prescaled",
+            "{detail}: where scores are large the weights are off",
+            "the softmax scale, or log2 e, is folded into an operand that is rounded to 16 bits again",
+            "s",
+            "right on ordinary inputs; on outliers an oracle with that operand rounded reproduces the data",
+            "Multiply the scores instead of the operand: rho_A must fall to about 1.",
+            family="precision",
+            confirm="an oracle with the operand scaled and rounded",
+            severity="precision",
+        ),
+        Defect(
             "hard-inputs",
             "right on ordinary inputs and wrong on {detail}",
             "a running maximum that starts or stays at the wrong value, an exp that leaves its range, or a bound on the scores",
@@ -86,6 +97,16 @@ PROBED: dict[str, Defect] = {
             "Mask the loads of the last tile (other = 0): the probe must pass.",
             family="memory",
             confirm="NaN, and finite numbers, around the inputs",
+        ),
+        Defect(
+            "write-beyond-end",
+            "memory outside of what the kernel allocates is written: other tensors change",
+            "a store has no mask for its last tile, or an index belongs to another number of heads, rows or columns",
+            "o",
+            "a margin around each allocation does not hold afterwards what was put there",
+            "Allocate a tile more than is needed: the comparison must not change, and nothing else may.",
+            family="memory",
+            confirm="margins around every allocation of the first call",
         ),
         Defect(
             "hidden-reached",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backlight.call import Call
 from backlight.doctor.report.model import Probe
 from backlight.doctor.subject.subject import Observed, Subject
 from backlight.doctor.subject.trouble import DeviceLost, Unrepeatable
@@ -61,7 +62,13 @@ class Bench:
         self, dy: Tensor | None = None, dlse: Tensor | None = None, problem: Problem | None = None, **layout: Any
     ) -> Observed:
         problem = problem or self.problem
-        return self.subject.run(problem.call, problem.dy if dy is None else dy, dlse, **layout)
+        subject = self.subject.with_room() if layout else self.subject_for(problem.call)
+        return subject.run(problem.call, problem.dy if dy is None else dy, dlse, **layout)
+
+    def subject_for(self, call: Call) -> Subject:
+        """The subject, with room around what it allocates where it is asked for lengths that are not the user's."""
+        own = self.problem.call
+        return self.subject if (call.q.shape, call.k.shape) == (own.q.shape, own.k.shape) else self.subject.with_room()
 
 
 def distance(a: Tensor, b: Tensor) -> float:

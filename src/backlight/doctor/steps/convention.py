@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from backlight.call import Call
 from backlight.doctor.steps.compare import compare
+from backlight.doctor.subject.layouts import surrounded
+from backlight.doctor.subject.memory import MARGIN
 from backlight.doctor.subject.subject import Observed, Subject
 from backlight.doctor.subject.trouble import CouldNotRun, DeviceLost
 from backlight.problems import inputs
@@ -31,16 +34,19 @@ TOLERANCE, OFFSET = 1e-3, 0.01
 
 
 def settle(subject: Subject, problem: Problem, notes: list[str]) -> tuple[Subject, Observed]:
-    """The subject with its layout decided, and its first answer: layouts are told apart by o alone."""
-    if subject.layout != "auto":
-        return subject, subject.run(problem.call, problem.dy)
-    names = plausible(subject, problem.call)
-    chosen = subject.with_layout(
-        names[0] if len(names) == 1 else fits_both(subject, problem) or _tried(subject, problem, names)
-    )
-    if chosen.layout != "BHSD":
-        notes.append(f"layout {chosen.layout}, found by matching o")
-    return chosen, chosen.run(problem.call, problem.dy)
+    """The subject with its layout decided, and its first answer: layouts are told apart by o alone.
+
+    All of it runs with room around what the subject allocates, and so does the rest where that first answer needed it.
+    """
+    guarded = subject.with_room()
+    if subject.layout == "auto":
+        names = plausible(subject, problem.call)
+        layout = names[0] if len(names) == 1 else fits_both(guarded, problem) or _tried(guarded, problem, names)
+        guarded = guarded.with_layout(layout)
+        if layout != "BHSD":
+            notes.append(f"layout {layout}, found by matching o")
+    first = guarded.run(problem.call, problem.dy)
+    return replace(guarded, roomy=subject.roomy or bool(first.written_beyond)), first
 
 
 def plausible(subject: Subject, call: Call) -> tuple[str, ...]:
@@ -66,7 +72,7 @@ def fits_both(subject: Subject, problem: Problem) -> str:
             square = inputs.make(
                 call.spec, (1, length, length, call.q.shape[3]), dv=call.v.shape[3], dtype=call.q.dtype, device=call.q.device
             )
-            o = subject.with_layout("BHSD").run(square.call)["o"]
+            o = subject.with_layout("BHSD").run(square.call, input_layout=surrounded(MARGIN))["o"]
         except DeviceLost:
             raise
         except REFUSALS:

@@ -195,7 +195,7 @@ def _lengths(sheet: Sheet, bench: Bench) -> None:
             call.spec, (1, call.q.shape[1], length, call.q.shape[3]), kv_heads=call.k.shape[1], dv=call.v.shape[3],
             dtype=call.q.dtype, seed=bench.problem.seed, device=call.q.device,
         )  # fmt: skip
-        out = convention.natural_lse(bench.subject, problem, bench.subject.run(problem.call, problem.dy).values, [])
+        out = convention.natural_lse(bench.subject, problem, bench.run(problem=problem).values, [])
         names = [name for name, x in judged(out, problem).items() if compare(name, x, problem).bad]
         if names:
             bad.append(f"S = {length}: {', '.join(names)}")

@@ -23,6 +23,7 @@ from backlight.doctor.steps import (
     deep,
     forward_mode,
     hard_inputs,
+    prescaled,
     probes,
     remedies,
     signed,
@@ -222,6 +223,8 @@ class Examination(Sheet):
         return failing.comparisons
 
     def _observed_faults(self, observed: Observed) -> None:
+        if observed.written_beyond:
+            self.named("write-beyond-end", [f"written in one call: {', '.join(observed.written_beyond)}"])
         if observed.changed_inputs:
             names = ", ".join(observed.changed_inputs)
             self.named(
@@ -272,14 +275,20 @@ class Examination(Sheet):
         lines = [f"{found.name}: {found.detail}"]
         for name, gains in found.data.get("gains", {}).items():
             lines.append(f"{name}: gain per head " + " ".join(f"{g:.3g}" for g in gains))
-        stage = (found.data.get("wrong") or [about(identifier).stage])[0]
+        changed = sorted(found.data.get("wrong", ()), key=verdict.ORDER.index)
+        stage = (changed or [about(identifier).stage])[0]
         title = about(identifier).title.replace("{detail}", found.detail) if identifier in GAMES | PROBED else ""
         if identifier == "atomics-reorder":
             moved = found.data["wrong"]
             title = BY_ID[identifier].title.replace(
                 "dq differs", f"{', '.join(moved)} {'differs' if len(moved) == 1 else 'differ'}"
             )
-        self.named(identifier, lines, where, title, None if identifier in MISREAD else stage)
+        # an input that the forward reads right is misread, or its gradient misplaced, in the backward
+        only_backward = identifier == "input-stride" and stage not in ("o", "lse")
+        if only_backward:
+            title = f"{', '.join(changed)}: stored, or made of q, k or v read, with strides that are not its own"
+            title += "; o does not change with the memory layout"
+        self.named(identifier, lines, where, title, None if identifier in MISREAD and not only_backward else stage)
 
     def _one_cause(self, bench: Bench, ran: list[tuple[Callable[[Bench], Probe], Probe]]) -> None:
         """Memory faults look like races and stride errors too: keep what explains the others, and what it does not explain."""
@@ -326,9 +335,9 @@ class Examination(Sheet):
         broken_laws = [i for i in laws if not i.holds]
         if not bad and not broken_laws:
             return None
-        leaning = signed.cut(self.problem, comparisons)
-        if leaning is not None:
-            self.add(leaning)
+        rounded = signed.cut(self.problem, comparisons) or prescaled.finding(self.problem, values, bad)
+        if rounded is not None:
+            self.add(rounded)
             return None
         ranked, problem, _, cs, ids = self._candidates(values, comparisons, laws, again=remains is None)
         if ranked and ranked[0].fits:
@@ -374,7 +383,7 @@ class Examination(Sheet):
         if problem is None:
             return None
         try:
-            out = self.subject.run(problem.call, problem.dy)
+            out = self.subject.with_room().run(problem.call, problem.dy)
         except DeviceLost:
             raise
         except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError):

@@ -10,8 +10,9 @@ from typing import Any
 
 from backlight.doctor.defects.catalogue import about
 from backlight.doctor.report.model import Finding, Probe
-from backlight.doctor.steps import convention
+from backlight.doctor.steps import convention, prescaled
 from backlight.doctor.steps.bench import Bench
+from backlight.doctor.steps.compare import Comparison
 from backlight.doctor.steps.explain import FITS, Explanation, evaluation, explain, observed
 from backlight.doctor.steps.look import Look, look
 from backlight.doctor.steps.sheet import Sheet
@@ -41,6 +42,10 @@ def run(sheet: Sheet, bench: Bench) -> None:
             continue
         seen = _look(bench, problem)
         wrong = [name for name, c in seen.comparisons.items() if c.bad]
+        excuse = prescaled.folded(problem, seen.known) if wrong else ""
+        if excuse:
+            sheet.probes.append(Probe(f"inputs {recipe}", True, f"right for a kernel in which {excuse}"))
+            continue
         sheet.probes.append(Probe(f"inputs {recipe}", not wrong, f"{', '.join(wrong)} wrong on {words}" if wrong else "right"))
         if wrong:
             sheet.add(_finding(bench, seen, recipe, wrong))
@@ -113,10 +118,14 @@ def _finding(bench: Bench, seen: Look, recipe: str, wrong: list[str]) -> Finding
         return found
     entry = about("hard-inputs")
     bad = [seen.comparisons[name] for name in wrong]
-    lines = [first, *(f"{c.name}: {c.nonfinite_words or f'off by {100 * c.relative:.3g} %'}" for c in bad)]
+    lines = [first, *(f"{c.name}: {_how(c)}" for c in bad)]
     title, check = entry.title.replace("{detail}", HARD[recipe]), entry.next_check.replace("{detail}", recipe)
     culprit = next((row.name for row in seen.rows if row.status == "culprit"), wrong[0])
     return Finding(entry.id, title, "defect", culprit, None, lines, "open", "medium", check, None, 60.0)
+
+
+def _how(c: Comparison) -> str:
+    return c.nonfinite_words if bool(c.nonfinite.any()) else f"off by {100 * c.relative:.3g} %"
 
 
 def _ordinary(bench: Bench, hard: Problem) -> Look | None:

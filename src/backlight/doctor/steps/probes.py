@@ -7,8 +7,7 @@ last place where the subject itself is not repeatable.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +31,7 @@ from backlight.doctor.steps.bench import (
     probe,
 )
 from backlight.doctor.subject import layouts
+from backlight.doctor.subject.memory import poisoned
 from backlight.doctor.subject.subject import Observed
 from backlight.doctor.subject.trouble import CouldNotRun, Unrepeatable
 from backlight.problems.axes import AXES, cut_call, tensors_of, with_tensors
@@ -79,28 +79,6 @@ def zero_do(bench: Bench) -> Probe:
         words = ", ".join(f"{counted(count, 'value')} of {n}" for n, count in wrong.items())
         return Probe("", False, f"dO = 0 must give zero gradients; not 0: {words}", data={"finding": "accumulates-over-calls"})
     return Probe("", True, "all gradients exactly 0")
-
-
-@contextlib.contextmanager
-def poisoned(value: float) -> Iterator[None]:
-    """Fresh memory of torch.empty and its relatives holds `value` instead of whatever was there."""
-    places = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")]
-    saved = [(owner, name, getattr(owner, name)) for owner, name in places]
-
-    def filled(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def allocate(*args: Any, **kwargs: Any) -> Tensor:
-            new = original(*args, **kwargs)
-            return new.fill_(value) if new.is_floating_point() and new.numel() else new
-
-        return allocate
-
-    try:
-        for owner, name, original in saved:
-            setattr(owner, name, filled(original))
-        yield
-    finally:
-        for owner, name, original in saved:
-            setattr(owner, name, original)
 
 
 @probe("poisoned memory")

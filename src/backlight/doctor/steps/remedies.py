@@ -15,7 +15,8 @@ from backlight.doctor.report.model import Finding, Probe
 from backlight.doctor.steps.bench import Bench
 from backlight.doctor.steps.compare import TRUTH_OF, compare, judged
 from backlight.doctor.steps.fresh import MEMORY
-from backlight.doctor.steps.probes import poisoned, runs_in_poison
+from backlight.doctor.steps.probes import runs_in_poison
+from backlight.doctor.subject.memory import poisoned
 from backlight.doctor.subject.subject import Observed, Subject
 from backlight.problems.problem import Problem
 

@@ -116,7 +116,7 @@ def _growth(sheet: Sheet, bench: Bench) -> Probe | None:
         )  # fmt: skip
         grown = replace(problem.call, v=(1 + 0.1 * problem.call.v.float()).to(call.v.dtype))
         truth = oracle(grown, keep=("y",)).y
-        drift.append(lean(bench.subject.run(grown)["o"], truth)[0])
+        drift.append(lean(bench.subject_for(grown).run(grown)["o"], truth)[0])
     slope = (drift[-1] - drift[0]) / (lengths[-1] - lengths[0])
     words = f"o leans by {drift[0]:+.1g} at {lengths[0]} keys and {drift[-1]:+.1g} at {lengths[-1]}: {slope:+.1g} per key"
     if abs(slope) > SLOPE:

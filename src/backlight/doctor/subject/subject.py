@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from backlight.call import Call
 from backlight.doctor.subject import layouts
+from backlight.doctor.subject.memory import spacious
 from backlight.doctor.subject.trouble import CouldNotRun, short_path, subject_code
 from backlight.mask import Mask
 from backlight.problems.axes import KEY_GRADIENTS, ROW_GRADIENTS, tensors_of
@@ -57,6 +58,7 @@ class Observed:
     values: dict[str, Tensor]
     missing: tuple[str, ...] = ()
     changed_inputs: tuple[str, ...] = ()
+    written_beyond: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Tensor:
         return self.values[name]
@@ -72,6 +74,7 @@ class Subject:
     jvp(q, k, v, tq, tk, tv, **extras) -> (o, to) | ((o, lse), (to, tlse)) | dict, or None: forward mode of forward is tried.
     layout: "BHSD", "BSHD", "packed" or "auto" (matched on o). lse: "auto" fits lse_kernel = a * lse + b, or a pair (a, b).
     config: keyword -> values the tile-size probe may try. params: learned terms whose gradients count; () = all accepted.
+    roomy: what it allocates lies between margins, so that it may write beyond an end.
     """
 
     forward: Callable[..., Any]
@@ -84,6 +87,7 @@ class Subject:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     jvp: Callable[..., Any] | None = None
     restores: bool = False
+    roomy: bool = False
 
     @staticmethod
     def of(subject: Any) -> Subject:
@@ -112,6 +116,10 @@ class Subject:
 
     def with_layout(self, layout: str) -> Subject:
         return replace(self, layout=layout)
+
+    def with_room(self) -> Subject:
+        """The same subject for lengths that nobody said it takes: a tile that it writes beyond an end does no harm."""
+        return replace(self, roomy=True)
 
     def with_fixed(self, **fixed: Any) -> Subject:
         """The same subject with some keywords pinned (the tile-size probe)."""
@@ -180,7 +188,8 @@ class Subject:
         if input_layout is not None:
             inputs |= {name: input_layout(inputs[name]) for name in QKV}
         extras = self._extras(call, inputs, layout)
-        out = self._forward({n: inputs[n] for n in QKV}, extras)
+        with spacious(self.roomy) as room:
+            out = self._forward({n: inputs[n] for n in QKV}, extras)
         if self.restores:
             for name, x in before.items():
                 # not an operation that autograd counts: the tensor is as it was when the call saved it
@@ -194,11 +203,13 @@ class Subject:
         values |= {name: x.detach() for name, x in out.items() if name not in ("o", "lse", "y") and isinstance(x, Tensor)}
         missing: list[str] = []
         if dy is not None or dlse is not None:
-            gradients = self._backward(call, out, inputs, counted, extras, dy, dlse, layout, do_layout)
+            with spacious(self.roomy) as behind:
+                gradients = self._backward(call, out, inputs, counted, extras, dy, dlse, layout, do_layout)
+            room.allocated += behind.allocated
             missing = [f"d{name}" for name in counted if gradients.get(f"d{name}") is None]
             values |= {name: x for name, x in gradients.items() if isinstance(x, Tensor)}
         changed = tuple(n for n, x in before.items() if not _same(x, inputs[n].detach()))
-        return Observed({name: x.detach() for name, x in values.items()}, tuple(missing), changed)
+        return Observed({n: x.detach() for n, x in values.items()}, tuple(missing), changed, room.written_beyond())
 
     def lse_differentiable(self, call: Call) -> bool:
         """Whether the lse this subject returns takes part in autograd."""

@@ -6,10 +6,11 @@
 
 Attention sinks, soft-capping, sliding windows, relative position biases, grouped heads, padding, packed sequences and caches
 keep their meaning. Padding and packing become packed sequences; image spans, prefixes, chunks, a model's own mask functions and
-dense masks become row intervals (`backlight.mask`). What has no equivalent here (attention dropout, masks of three runs of rows
-for a key, returned probabilities) is refused with a sentence.
+dense masks become row intervals (`backlight.mask`). Attention dropout runs on torch's own attention, with a warning and counted
+in `fallbacks`. What has no equivalent here (paged caches) is refused with a sentence.
 """
 
+from backlight.integrations.transformers.dropped import fallbacks
 from backlight.integrations.transformers.forward import attention_forward
 from backlight.integrations.transformers.masks import attention_mask
 from backlight.integrations.transformers.packing import Packing
@@ -28,4 +29,4 @@ def register(name: str = NAME) -> str:
     return name
 
 
-__all__ = ["Packing", "attention_forward", "attention_mask", "register"]
+__all__ = ["Packing", "attention_forward", "attention_mask", "fallbacks", "register"]

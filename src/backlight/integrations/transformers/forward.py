@@ -9,13 +9,16 @@ from torch import Tensor, nn
 
 import backlight
 from backlight.arguments import check_borders, check_flag, check_number, check_tensor, check_whole, shown
+from backlight.integrations.transformers.dropped import Dropped, count
 from backlight.integrations.transformers.given import keywords_of
 from backlight.integrations.transformers.masks import PADDING
 from backlight.integrations.transformers.packing import intervals_of, packing_of
-from backlight.integrations.transformers.position_bias import bias_of, moved
+from backlight.integrations.transformers.position_bias import bias_of, check_bias, moved
 from backlight.integrations.transformers.refusing import NAME, require
+from backlight.integrations.transformers.seeing import of_borders, of_geometry, of_given, of_numbers
 from backlight.integrations.transformers.tracing import blind
 from backlight.mask import Mask
+from backlight.spec import AttentionSpec
 
 
 def attention_forward(
@@ -38,6 +41,7 @@ def attention_forward(
             where a row sees a key, False, -inf or the least number of the dtype where it does not. Dense masks of other
             numbers, and those with a gradient, are added to the scores (`pair_bias`). Intervals and dense masks say everything:
             is_causal and sliding_window do not come on top.
+        dropout: of the weights. Anything but 0 runs on torch's own attention, with a warning and a count in `fallbacks`.
         options: what a model passes besides. Of these the following count, and others are not read:
             softcap: as in `backlight.attention`.
             sliding_window: keys a row may look back on, itself included.
@@ -54,29 +58,64 @@ def attention_forward(
     window, cu_q, cu_k = (options.get(name) for name in ("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k"))
     _check(query, key, value, attention_mask, dropout, is_causal, window)
     _check_borders(query, cu_q, cu_k)
-    _refuse(dropout, options)
+    _refuse(options)
     _warn(options)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     keywords: dict[str, Any] = {"causal": causal, "scale": scaling}
     keywords |= {"softcap": options.get("softcap"), "sink": options.get("s_aux")}
-    position_bias = options.get("position_bias")
-    if position_bias is not None:
-        keywords |= bias_of(module, position_bias, query, key, causal)
+    if dropout:
+        count()
+        return _attend_dropped((query, key, value), attention_mask, dropout, keywords, options).transpose(1, 2), None
+    if options.get("position_bias") is not None:
+        keywords |= bias_of(module, options["position_bias"], query, key, causal)
     if attention_mask is not None and not _is_numbers(attention_mask, query, key):
         _refuse_borders(attention_mask, cu_q)
-        masked = keywords_of(attention_mask, query, key)
-        if "pair_bias" in keywords and "pair_bias" in masked:
-            masked["pair_bias"] = masked["pair_bias"] + keywords["pair_bias"]
-        keywords |= masked
+        keywords = _with_mask(keywords, keywords_of(attention_mask, query, key))
         return backlight.attention(query, key, value, **keywords).transpose(1, 2), None
     if window is not None:
-        keywords["window"] = (window - 1, 0 if causal else window - 1)
+        keywords["window"] = _sides(window, causal)
     if cu_q is not None:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         return backlight.attention_varlen(q, k, v, cu_q, cu_k, **keywords)[None], None
     if attention_mask is None:
         return backlight.attention(query, key, value, **keywords).transpose(1, 2), None
     return _attend_padded(query, key, value, attention_mask, keywords), None
+
+
+def _with_mask(keywords: dict[str, Any], masked: dict[str, Any]) -> dict[str, Any]:
+    """A mask on top of the rest: where both have a bias of pairs, their sum."""
+    if "pair_bias" in keywords and "pair_bias" in masked:
+        masked["pair_bias"] = masked["pair_bias"] + keywords["pair_bias"]
+    return keywords | masked
+
+
+def _sides(window: int, causal: bool) -> tuple[int, int]:
+    return window - 1, 0 if causal else window - 1
+
+
+def _attend_dropped(
+    qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, dropout: float, keywords: dict[str, Any], options: dict[str, Any]
+) -> Tensor:
+    """[B, Hq, Sq, Dv] with dropout, which is torch's; keywords: causal, scale, softcap, sink."""
+    query, key, _ = qkv
+    window, cu_q, bias = (options.get(name) for name in ("sliding_window", "cu_seq_lens_q", "position_bias"))
+    causal, kept = keywords["causal"], Dropped(dropout, keywords["scale"], keywords["softcap"], keywords["sink"])
+    if bias is not None:
+        check_bias(bias, query, key)
+        bias = bias[..., : key.shape[2]]
+    spec = AttentionSpec(causal=causal, window=(None, None) if window is None else _sides(window, causal))
+    if mask is not None and not _is_numbers(mask, query, key):
+        _refuse_borders(mask, cu_q)
+        seen, added = of_given(mask, query, key)
+        return kept.attend(qkv, seen, added if bias is None else bias if added is None else added + bias, False)
+    if cu_q is not None:
+        cu_k = options.get("cu_seq_lens_k")
+        return kept.attend(qkv, of_borders(cu_q, cu_q if cu_k is None else cu_k, spec, query, key), bias, False)
+    if mask is not None:
+        return kept.attend(qkv, of_numbers(mask, spec, key.shape[2]), bias, False)
+    if causal and window is None and bias is None and query.shape[2] == key.shape[2]:
+        return kept.attend(qkv, None, None, True)
+    return kept.attend(qkv, of_geometry(spec, query, key), bias, False)
 
 
 def _attend_padded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, keywords: dict[str, Any]) -> Tensor:
@@ -111,6 +150,8 @@ def _check(query: Any, key: Any, value: Any, attention_mask: Any, dropout: Any, 
     if attention_mask is not None:
         check_tensor("attention_mask", attention_mask)
     check_number("dropout", dropout, least=0)
+    if dropout > 1:
+        raise ValueError(f"dropout must be at most 1, got {dropout}")
     if is_causal is not None:
         check_flag("is_causal", is_causal)
     check_whole("sliding_window", sliding_window, least=1, optional=True)
@@ -140,9 +181,7 @@ def _refuse_borders(mask: Tensor, cu_seq_lens_q: Tensor | None) -> None:
         raise NotImplementedError(f"{NAME} takes cu_seq_lens_q or a mask of rows and keys, not both, {came}")
 
 
-def _refuse(dropout: float, options: dict[str, Any]) -> None:
-    if dropout:
-        raise NotImplementedError(f"{NAME} has no attention dropout, got {dropout}: set it to 0 in the config")
+def _refuse(options: dict[str, Any]) -> None:
     if options.get("cache") is not None:
         came = shown(options["cache"])
         raise NotImplementedError(f"cache must be None, got {came}: {NAME} does not read paged caches")

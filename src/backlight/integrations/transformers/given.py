@@ -80,14 +80,17 @@ def dense_of_function(
 
 def keywords_of(mask: Tensor, query: Tensor, key: Tensor) -> dict[str, Any]:
     """causal, window, mask and pair_bias of the call, for intervals or a dense mask; NotImplementedError for anything else."""
-    fits = _fits(mask, query, key)
-    if fits and mask.dtype == INTERVALS:
+    check_given(mask, query, key)
+    if mask.dtype == INTERVALS:
         return {"causal": False, "mask": Mask(mask)}
-    if not fits:
-        known = "padding masks [batch, length], dense masks [batch, head, row, key], intervals [batch, head, 2 or 4, key]"
-        raise NotImplementedError(f"{NAME} takes {known}, got a mask of shape {tuple(mask.shape)} and {mask.dtype}")
     found = None if mask.requires_grad or blind(mask) else _remembered(mask, query.shape[2])
     return {"causal": False, "pair_bias": as_pair_bias(mask, query)} if found is None else found
+
+
+def check_given(mask: Tensor, query: Tensor, key: Tensor) -> None:
+    if not _fits(mask, query, key):
+        known = "padding masks [batch, length], dense masks [batch, head, row, key], intervals [batch, head, 2 or 4, key]"
+        raise NotImplementedError(f"{NAME} takes {known}, got a mask of shape {tuple(mask.shape)} and {mask.dtype}")
 
 
 def as_pair_bias(mask: Tensor, query: Tensor) -> Tensor:

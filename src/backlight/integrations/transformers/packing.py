@@ -41,7 +41,7 @@ class Packing:
         rows, cu_seqlens_q, _ = _sequences(row_numbers, span)
         keys, cu_seqlens_k, sequence = _sequences(key_numbers, span)
         gaps = (keys.diff() != 1) & (sequence.diff() == 0)
-        room = int(_room(row_numbers, key_numbers))
+        room = int(room_of(row_numbers, key_numbers))
         return cls(rows, keys, cu_seqlens_q, cu_seqlens_k, gaps=bool(gaps.any()), room=room)
 
     @classmethod
@@ -53,7 +53,7 @@ class Packing:
         keys, cu_seqlens_k, sequence = _slots(key_numbers.long().masked_fill(hidden, span), span + 1)
         visible = sequence % (span + 1) != span
         gaps = (keys.diff() != 1) & (sequence.diff() == 0) & visible[1:]
-        return cls(rows, keys, cu_seqlens_q, cu_seqlens_k, gaps=gaps.any(), room=_room(row_numbers, key_numbers))
+        return cls(rows, keys, cu_seqlens_q, cu_seqlens_k, gaps=gaps.any(), room=room_of(row_numbers, key_numbers))
 
     def pack_rows(self, x: Tensor) -> Tensor:
         """[B, H, Sq, D] -> [Tq, H, D]."""
@@ -86,7 +86,7 @@ def _slots(slots: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     return order, pad(counts.cumsum(0), (1, 0)), flat[order]
 
 
-def _room(row_numbers: Tensor, key_numbers: Tensor) -> Tensor:
+def room_of(row_numbers: Tensor, key_numbers: Tensor) -> Tensor:
     """Sk - Sq less the key at which row 0 sits: the last row sits at the last key, in every sequence with rows."""
     last_row, last_key = _last(row_numbers), _last(key_numbers)
     sq, sk = row_numbers.shape[1], key_numbers.shape[1]
@@ -123,7 +123,7 @@ def intervals_of(mask: Tensor, sk: int, causal: bool, window: Window | None) -> 
     if not causal and sq == sk:
         rows = keys
     # where the first row sits: a cache may have room behind the last one
-    start = sk - sq - (_room(rows, keys) if causal else 0)
+    start = sk - sq - (room_of(rows, keys) if causal else 0)
     left, right = window or (None, None)
     right = 0 if causal else right
     places = torch.arange(sk, device=mask.device) - start

@@ -14,7 +14,7 @@ from backlight.integrations.transformers.tracing import blind
 
 def bias_of(module: nn.Module, position_bias: Any, query: Tensor, key: Tensor, causal: bool) -> dict[str, Any]:
     """Keywords of the call for a dense bias [1, Hq, Sq, Sk], or longer than the keys; none for zeros that stand for no bias."""
-    _check(position_bias, query, key)
+    check_bias(position_bias, query, key)
     if _absent(module, position_bias, causal):
         return {}
     dense = position_bias[..., : key.shape[2]]
@@ -32,7 +32,7 @@ def _is_of_pairs(module: nn.Module, dense: Tensor) -> bool:
     return not blind(dense) and not bool(_along_diagonals(dense[0]))
 
 
-def _check(position_bias: Any, query: Tensor, key: Tensor) -> None:
+def check_bias(position_bias: Any, query: Tensor, key: Tensor) -> None:
     check_tensor("position_bias", position_bias, "[1, Hq, Sq, Sk]")
     (_, heads, sq, _), sk = query.shape, key.shape[2]
     _, own_heads, rows, columns = position_bias.shape

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from backlight.backends.hopper.compat import warpgroup_mma_wait
 from backlight.backends.hopper.forward.overflow import rows_to_store
-from backlight.backends.hopper.forward.ring import release, ring_stage, wait_full
+from backlight.backends.hopper.forward.ring import hand_on_turn, release, ring_stage, wait_full
 from backlight.backends.hopper.forward.tiles import HEAD, place_of, q_buffer, q_phase, read_field
 from backlight.backends.hopper.primitives import WM, load_tile, mma_over_columns, store_tile
 from backlight.backends.hopper.terms import sigmoid
@@ -36,6 +36,15 @@ def next_head(p, turn, W: gl.constexpr):
     """batch * heads + head of the CTA's tile number `turn`, once its Q has arrived; END when there is none."""
     mbarrier.wait(p.buffers.q_full.index(q_buffer(p, turn, W)), q_phase(p, turn))
     return read_field(p, turn & 3, HEAD)
+
+
+@gluon.jit
+def first_turn(p, W: gl.constexpr):
+    """(`first_head`, blocks before it, tiles before it): none yet. The last warpgroup gives the first one its turn."""
+    if p.V.PINGPONG and W == p.V.NC - 1:
+        hand_on_turn(p, W)
+    head = first_head(p, W)
+    return head, head * 0, head * 0
 
 
 @gluon.jit

@@ -5,8 +5,10 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from backlight.backends.hopper.compat import Maybe, arguments
+from backlight.backends.hopper.forward.ring import ring_stage, wait_empty
 from backlight.backends.hopper.primitives import WM, clamp, key_blocks, locate, phase_of
 from backlight.backends.hopper.terms import TABLE_PAD
 
@@ -115,6 +117,21 @@ def q_buffer(p, turn, W: gl.constexpr):
 def q_phase(p, turn):
     """Parity of the round of Q's buffers that the CTA's tile number `turn` belongs to."""
     return phase_of(turn, p.V.QB)
+
+
+@gluon.jit
+def dismiss(p, count, turn):
+    """The producer's end: every arrival of the consumers is met, those of the last round included; there is no tile more."""
+    ST: gl.constexpr = p.V.ST
+    NC: gl.constexpr = p.V.NC
+    for i in gl.static_range(ST):
+        if count >= ST - i:
+            wait_empty(p.k, ring_stage(p.k, count + i))
+            wait_empty(p.v, ring_stage(p.v, count + i))
+    publish(p, turn & 3, END, 0, 0, 0)
+    for w in gl.static_range(NC):
+        mbarrier.wait(p.buffers.q_empty.index(w), (turn & 1) ^ 1)
+        mbarrier.arrive(p.buffers.q_full.index(w), count=1)
 
 
 @arguments

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from backlight.backends.hopper.arguments import Sizes
 from backlight.backends.hopper.backward.dq_convert import dq_half_layout
 from backlight.backends.hopper.compat import Maybe, arguments, smem_reinterpret, tma_load
 from backlight.backends.hopper.primitives import INF, WM, load_tile
@@ -66,8 +67,8 @@ class Variant(NamedTuple):
 
 
 @arguments
-class Members:
-    """Arguments of a kernel, and the entry of the bias and the members from `first` to `stop` that are its CTA's."""
+class Members(Sizes):
+    """Sizes, other arguments of a kernel, its CTA's entry of the bias and members, from `first` to `stop`."""
 
     q_desc: tma.tensor_descriptor
     do_desc: tma.tensor_descriptor
@@ -83,12 +84,6 @@ class Members:
     stop: gl.tensor
     sharing: gl.tensor
     own_heads: gl.tensor
-    heads: gl.tensor
-    group: gl.tensor
-    sq: gl.tensor
-    sk: gl.tensor
-    left: gl.tensor
-    right: gl.tensor
     pitch: gl.tensor
     units: Maybe
     V: gl.constexpr

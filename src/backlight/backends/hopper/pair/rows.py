@@ -227,9 +227,9 @@ def _pair_rows_kernel(
     entry = gl.program_id(1) // groups
     entries = gl.num_programs(1) // groups // bias_heads
     p = Members(
-        q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, bias, entry // bias_heads, entry % bias_heads,
-        part * entries + entry // bias_heads, part * each, gl.minimum(part * each + each, members), sharing, own_heads, heads,
-        group, sq, sk, left, right, pitch, units, V,
+        heads, group, sq, sk, left, right, q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, bias,
+        entry // bias_heads, entry % bias_heads, part * entries + entry // bias_heads, part * each,
+        gl.minimum(part * each + each, members), sharing, own_heads, pitch, units, V,
     )  # fmt: skip
     TILES: gl.constexpr = V.WGS * V.T * V.BN // WM
     dtype: gl.constexpr = q_desc.dtype

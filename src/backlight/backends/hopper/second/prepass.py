@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backlight.backends.hopper.arguments import Packing
-from backlight.backends.hopper.backward.prepass import clear_rows, eighths, rows_at
+from backlight.backends.hopper.backward.prepass import clear_rows, eighths, rows_at, segment_of
 from backlight.backends.hopper.config import SecondConfig
 from backlight.backends.hopper.launch import Launch, descriptor, matrix_fields, vector_fields
 from backlight.backends.hopper.second.arguments import STATES
@@ -32,6 +32,8 @@ class Variant(NamedTuple):
     BM: int
     HAS_DTLSE: bool
     VARLEN: bool
+    # keys are not counted
+    TAU: bool = False
 
 
 class Given(NamedTuple):
@@ -53,28 +55,6 @@ class Values(NamedTuple):
 AXES = [f"{name}_stride_{axis}" for name in ("y", "ty", "dty") for axis in "bhs"]
 
 
-@triton.jit
-def rows_of_tile(tile, packing, sq, n_segments, V: tl.constexpr):
-    """(row block of a sequence, first row, rows). Beyond the last sequence there are no rows."""
-    start = 0
-    n_rows = sq
-    block = tile
-    if V.VARLEN:
-        low = n_segments * 0
-        high = n_segments
-        while low < high:
-            middle = (low + high) // 2
-            if tl.load(packing.cu_row_tiles_ptr + middle + 1) <= tile:
-                low = middle + 1
-            else:
-                high = middle
-        block = tile - tl.load(packing.cu_row_tiles_ptr + low)
-        last = tl.minimum(low, n_segments - 1)
-        start = tl.load(packing.cu_q_ptr + last)
-        n_rows = tl.where(low < n_segments, tl.load(packing.cu_q_ptr + last + 1) - start, 0)
-    return block, start, n_rows
-
-
 @triton.jit(do_not_specialize=[*AXES, "n_segments", "heads", "sq", "tiles"])
 def _second_prepass_kernel(
     state_ptr, acc_ptr, given, values, packing, n_segments, heads, sq, tiles,
@@ -86,7 +66,7 @@ def _second_prepass_kernel(
     head = tl.program_id(1)
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
-    block, start, n_rows = rows_of_tile(tile, packing, sq, n_segments, V)
+    block, start, n_rows, _ = segment_of(tile, packing, None, sq, sq, n_segments, V)
     lanes = tl.arange(0, BM)
     inside = block * BM + lanes < n_rows
     row = start + (block * BM + lanes).to(tl.int64)

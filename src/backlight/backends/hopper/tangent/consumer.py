@@ -14,7 +14,7 @@ from backlight.backends.hopper.forward.ring import hand_on_turn, release, ring_s
 from backlight.backends.hopper.forward.scores import at_edge, hide, lse_of
 from backlight.backends.hopper.forward.steps import (
     accumulator,
-    first_head,
+    first_turn,
     next_head,
     no_products,
     release_q,
@@ -172,26 +172,28 @@ def mean_of_block(p, view, p32, ts, block):
 
 
 @gluon.jit
-def known_weights(p, view, s, lse2, block, FIRST: gl.constexpr):
-    """p of a block where lse is known."""
+def seen(p, view, s, block, FIRST: gl.constexpr):
+    """Scores of a block, -inf where the mask hides the key."""
     if FIRST:
         if p.V.MASKED:
             s = hide(p, s, view.position, block, view.sk)
     elif p.V.HAS_LEFT or p.V.HAS_RIGHT:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
         if at_edge(view, block):
             s = hide(p, s, view.position, block, view.sk)
+    return s
+
+
+@gluon.jit
+def known_weights(p, view, s, lse2, block, FIRST: gl.constexpr):
+    """p of a block where lse is known."""
+    s = seen(p, view, s, block, FIRST)
     return gl.exp2(s * p.scale.unit_log2 - gl.expand_dims(lse2, 1))
 
 
 @gluon.jit
 def softmax(p, view, s, row_max, block, FIRST: gl.constexpr):
     """(p, the new maximum, what came before is to be multiplied by) of a block."""
-    if FIRST:
-        if p.V.MASKED:
-            s = hide(p, s, view.position, block, view.sk)
-    elif p.V.HAS_LEFT or p.V.HAS_RIGHT:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
-        if at_edge(view, block):
-            s = hide(p, s, view.position, block, view.sk)
+    s = seen(p, view, s, block, FIRST)
     new_max = gl.maximum(row_max, gl.max(s, 1))
     if p.V.LAZY:
         # exact with any maximum: a factor of 2^8 is no trouble to anything
@@ -236,8 +238,9 @@ def multiplied(p, o, factor):
 
 
 @gluon.jit
-def gathered(p, view, p32, ts, rows, o, w, new_max, rescale, block, FIRST: gl.constexpr):
-    """`Rows` with p and ts of a block in their sums."""
+def gathered(p, view, p32, ts, rows, products, new_max, rescale, block, FIRST: gl.constexpr):
+    """`Rows` with p and ts of a block in their sums; products: o and w."""
+    o, w = products
     dtype: gl.constexpr = p.q_desc.dtype
     row_sum = rows.row_sum
     if not p.V.KNOWN:
@@ -285,7 +288,7 @@ def weigh(p, view, s, ts_token, rows, o, w, block, count, FIRST: gl.constexpr):
     if p.V.TQ or p.V.TK:
         ts, p32 = warpgroup_mma_wait(0, deps=[ts_token, p32])
     release(p.k, ring_stage(p.k, count))
-    return gathered(p, view, p32, ts, rows, o, w, new_max, rescale, block, FIRST)
+    return gathered(p, view, p32, ts, rows, (o, w), new_max, rescale, block, FIRST)
 
 
 @gluon.jit
@@ -415,11 +418,7 @@ def finish_known(p, rows, count, turn, W: gl.constexpr):
 @gluon.jit
 def consumer(p, W: gl.constexpr):
     s_l: gl.constexpr = accumulator(p.V.BN)
-    if p.V.PINGPONG and W == p.V.NC - 1:
-        hand_on_turn(p, W)
-    head = first_head(p, W)
-    count = head * 0
-    turn = head * 0
+    head, count, turn = first_turn(p, W)
     while head != END:
         q = p.buffers.q.index(W)
         tq = p.buffers.tq.index(W)
