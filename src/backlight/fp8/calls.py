@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from backlight import registry, running
+from backlight.backends.tiled.primitives import sink_weight
 from backlight.call import Call
 from backlight.errors import Unsupported
 from backlight.fp8 import emulated
@@ -20,7 +21,9 @@ WIDTHS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16)
 # what the emulation takes of `spec.FEATURES`, and the kernel
 EMULATED = frozenset(("causal", "window", "softcap", "bias", "sink", "gate", "pair_bias", "rows", "pos", "packed"))
-KERNEL = frozenset(("causal", "window"))
+KERNEL = frozenset(("causal", "window", "softcap", "bias", "sink", "gate", "packed"))
+# head dimension up to which the kernel has registers for a softcap
+CAPPED = 64
 NOT_CENTRED = "softcap bends scores with their mean: quantise the keys with centred=False"
 BACKENDS = (None, "hopper", "emulated")
 
@@ -55,6 +58,8 @@ def why_not(call: Call, given: Quantised) -> tuple[str, ...]:
         return (f"head dimension {given.q.shape[-1]} is not one of {', '.join(map(str, WIDTHS))}",)
     if given.dtype not in DTYPES:
         return (f"dtype {given.dtype} is not one of fp16, bf16",)
+    if call.spec.softcap is not None and given.q.shape[-1] > CAPPED:
+        return (f"softcap in e4m3 with head dimension {given.q.shape[-1]} above {CAPPED} needs more registers than there are",)
     return unknown(call, KERNEL)
 
 
@@ -108,7 +113,7 @@ def backward(
         delta = (dy.float() * y.float()).sum(-1)
         if dlse is not None:
             delta = delta - dlse
-        of_sink = torch.exp(call.sink.float()[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)
+        of_sink = sink_weight(call.sink.float()[:, None], lse)
         if asked["dsink"]:
             grads["dsink"] = -(of_sink * delta).sum((0, 2)).to(call.sink.dtype)
         common = of_sink * delta if dlse is None else of_sink * delta + dlse

@@ -74,7 +74,7 @@ def _sweep(scores: Scores, v: Tensor, sink2: Tensor | None, tiles: list[Tile]) -
         total = torch.zeros_like(top)
     else:
         top = sink2.ceil()
-        total = torch.exp2(sink2 - top + HEADROOM)
+        total = torch.exp2(sink2 - top + HEADROOM).masked_fill_(top == -math.inf, 0.0)
     for tile in reversed(tiles):
         s = scores.tile(tile)
         highest = torch.maximum(top, s.amax(-1, keepdim=True).ceil())

@@ -55,7 +55,7 @@ def attend(tensors: Tensors, options: dict[str, Any], packed: bool, return_lse: 
     return (y, lse) if return_lse else y
 
 
-def _given(q: Any, k: Any, v: Any, options: dict[str, Any], packed: bool) -> tuple[Any, tuple[Any, Any, Any], dict[str, Any]]:
+def _given(q: Any, k: Any, v: Any, options: dict[str, Any], packed: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """What is quantised, tensors that stand for it, options."""
     if packed:
         raise TypeError(NO_PACKED_KEYS)

@@ -50,7 +50,7 @@ def unpack(args: tuple[Any, ...]) -> tuple[Call, Keys | None, Quantised | None, 
     k_scale, v_scale, mean, q_scale, offset = args[N_TENSORS : N_TENSORS + N_SCALES]
     dtype, *scalars = args[N_TENSORS + N_SCALES :]
     keys = None
-    stand_ins = q, k, v
+    stand_ins: tuple[Any, ...] = q, k, v
     if k_scale is not None:
         centred = mean is not None
         keys = Keys(k, v, k_scale, v_scale, mean if centred else torch.zeros_like(v_scale), centred)

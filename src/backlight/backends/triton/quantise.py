@@ -157,13 +157,13 @@ def rounded(
     kv_heads, keys = k.shape[1:3]
     q_tiles, k_tiles = tiles
     columns = columns_of(k, v, centred)
-    found = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    q8, k8, v8 = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     offset = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
     sizes = Sizes(batch, heads, heads // kv_heads, rows, keys, blocks(rows, q_tiles), blocks(keys, k_tiles))
-    codes = Codes(*found, columns.mean_ptr, columns.mean_ptr, offset)
+    codes = Codes(q8, k8, v8, columns.mean_ptr, columns.mean_ptr, offset)
     prepass = Prepass(sizes, d, True, scale, q_tiles, k_tiles)
     prepass.start(q, k, v, codes, columns)
-    return found, offset, columns.mean_ptr  # type: ignore[return-value]
+    return (q8, k8, v8), offset, columns.mean_ptr
 
 
 def turned_back(x: Tensor) -> Tensor:
