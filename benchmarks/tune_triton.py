@@ -98,7 +98,7 @@ def make(d: int, variant: str, s: int, tokens: int = 32768, width: int = 2048, e
     call = Call(spec, q, k, v, bias=bias, tau=tau)
     if empty:
         return call, RowState(dy, *torch.zeros(3, *shape[:3], device="cuda"))
-    y, lse, u = forward(call, save_u=True)
+    y, lse, u, _ = forward(call, save_u=True)
     return call, prepare_rows(Launch(call), y, lse, u, dy, None, {})
 
 

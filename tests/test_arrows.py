@@ -43,18 +43,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantising": set(),
     # scores, terms and masks of the emulation are the tiled backend's own
     "fp8": {
-        "spec",
-        "call",
-        "binding",
-        "config",
-        "registry",
-        "running",
-        "operators",
-        "errors",
-        "quantising",
-        "backends.hopper",
-        "backends.tiled",
-        "backends.triton",
+        *("spec", "call", "binding", "config", "registry", "running", "operators", "errors", "quantising"),
+        *("backends.hopper", "backends.tiled", "backends.triton"),
     },
     "backends.*": {
         "_private",
@@ -94,22 +84,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "direct": {"_private", "spec", "call", "binding", "running", "operators"},
     "documents": {"_private", "spec", "binding"},
-    "api": {
-        "spec",
-        "call",
-        "arguments",
-        "binding",
-        "contexts",
-        "intervals",
-        "mask",
-        "errors",
-        "registry",
-        "operators",
-        "direct",
-        "documents",
-        "quantising",
-        "fp8",
-    },
+    "api": {"spec", "call", "arguments", "binding", "contexts", "mask", "registry", "operators", "direct", "documents", "fp8"},
+    "explaining": {"call", "binding", "contexts", "intervals", "mask", "registry", "documents", "api"},
     "tangents": {"spec", "call", "arguments", "binding", "contexts", "derivatives", "second_operators", "api"},
     # weights are formed by the tiled backend's own code: no second copy of scores, mask and elastic weights
     "attention_statistics": {"spec", "call", "running", "api", "backends.tiled"},
@@ -118,7 +94,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     # torch's own operators, answered: a bound call below everything that autograd, compilers and transforms do
     "slot": {"_private", "spec", "call", "binding", "registry", "running"},
     # the doctor by name only: it is loaded when somebody asks for it
-    "": {"spec", "errors", "fp8", "mask", "packing", "slopes", "slot", "api", "attention_statistics", "tangents", "doctor"},
+    "": {
+        *("spec", "errors", "fp8", "mask", "packing", "slopes", "slot", "api", "explaining"),
+        *("attention_statistics", "tangents", "doctor"),
+    },
     # the options of a layer are checked by the code that checks those of a call
     "nn": {"spec", "arguments", "binding", "mask", "api", ""},
     "compat": {"spec", "arguments", "mask", "api", "call", ""},

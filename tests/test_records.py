@@ -115,6 +115,28 @@ def test_neighbours_of_one_style_say_it_once_and_straight_lines_name_one_coordin
     assert COMPACT[".svg"](small) == small
 
 
+def test_lines_of_a_grid_and_marks_at_an_axis_are_one_path_each() -> None:
+    grid, mark, words = 'class="s0"', 'class="s1"', '<text x="1" y="9" class="s2">1</text>'
+    rows = "".join(
+        f'<path d="M{x} 9V1" {grid}/><use xlink:href="#tick" x="{x}" y="9" {mark}/>{words if x == 2 else ""}' for x in (1, 2, 3)
+    )
+    sheet = "<defs><style>*{}\n.s0{fill:none;stroke:#b0b0b0}\n.s1{stroke:#000000}\n.s2{font-size:8px}</style></defs>"
+    drawn = (
+        '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
+        f'{sheet}<defs><path id="tick" d="M0 0V3.5" {mark}/></defs>{rows}'
+        f'<path d="M1 1L3 7" {grid}/><path d="M4 9V1" {grid}/></svg>'
+    )
+    assert COMPACT[".svg"](drawn).splitlines()[5:] == [
+        '<path d="M1 9V1M2 9V1M3 9V1" class="s0"/>',
+        '<path d="M1 9v3.5M2 9v3.5M3 9v3.5" class="s1"/>',
+        '<text x="1" y="9" class="s2">1</text>',
+        '<g class="s0"><path d="M1 1L3 7"/>',
+        '<path d="M4 9V1"/>',
+        "</g>",
+        "</svg>",
+    ]
+
+
 def test_a_long_curve_ends_where_it_ended() -> None:
     points = [(1.04 * number, 50 + (-1) ** number * 0.333 * number) for number in range(40)]
     drawn = f'<svg xmlns="http://www.w3.org/2000/svg"><path d="M{"L".join(f"{x} {y}" for x, y in points)}"/></svg>'

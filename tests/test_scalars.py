@@ -68,7 +68,7 @@ def test_numbers_of_numpy_mean_the_same(option: dict[str, Any]) -> None:
         ({"softcap": float("inf")}, ValueError, "softcap must be finite, got inf"),
         ({"bias_origin": np.float32(1)}, TypeError, "bias_origin must be an int, got 1.0"),
         ({"bias_origin": np.True_}, TypeError, "bias_origin must be an int, got True"),
-        ({"deterministic": np.int64(1)}, TypeError, "deterministic must be a bool or None, got 1"),
+        ({"deterministic": np.int64(1)}, TypeError, 'deterministic must be a bool, "batch" or None, got 1'),
     ],
     ids=lambda value: str(value)[:60],
 )

@@ -51,15 +51,22 @@ def record(text: str) -> str:
 
 def picture(text: str) -> str:
     """Matplotlib's drawing without its description, empty groups and long names, and with each style written once."""
+    while (shorter := _pass(text)) != text:
+        text = shorter
+    return text
+
+
+def _pass(text: str) -> str:
     root = ElementTree.fromstring(text)
     used = re.findall(r'(?:href="|url\()#([\w.-]+)', text)
     names = {name: f"n{number}" for number, name in enumerate(dict.fromkeys(used))}
     sheet = root.find(f"{{{SVG}}}defs/{{{SVG}}}style")
-    rules = "" if sheet is None else sheet.text or ""
+    rules = "" if sheet is None else re.sub(r"('DejaVu Sans'), '[^;}]*sans-serif", r"\1,Verdana,sans-serif", sheet.text or "")
     # those of a picture that was made small before
     styles = {style: name for name, style in re.findall(r"\n\.(s\d+)\{(.*)\}", rules)}
     known = len(styles)
     _shorten(root, names, styles)
+    _join_lines(root, {name for style, name in styles.items() if "fill:none" in style or "fill:" not in style})
     if sheet is not None:
         sheet.text = rules.strip() + "".join(f"\n.{name}{{{style}}}" for style, name in list(styles.items())[known:])
     return ElementTree.tostring(root, encoding="unicode").replace(" />", "/>").strip() + "\n"
@@ -88,6 +95,54 @@ def _shorten(element: Element, names: dict[str, str], styles: dict[str, str]) ->
             place = list(element).index(child)
             element[place : place + 1] = list(child)
     _gather(element, {name for style, name in styles.items() if re.search(r"(^|;)opacity:", style)})
+
+
+# a mark at an axis
+MARK = re.compile(r"M0 0([HV])(-?[\d.]+)")
+
+
+def _join_lines(root: Element, outlined: set[str]) -> None:
+    """Marks at an axis become lines, and lines along an axis become one path with others of their look.
+
+    Between them there are such lines and words only, which do not cover each other.
+    """
+    marks = {path.get("id"): path for path in root.iter(f"{{{SVG}}}path") if MARK.fullmatch(path.get("d", ""))}
+    for parent in list(root.iter()):
+        for use in parent.findall(f"{{{SVG}}}use"):
+            mark = marks.get(use.get(f"{{{LINK}}}href", "")[1:])
+            if mark is not None and "transform" not in use.attrib and mark.get("class", "") in outlined:
+                axis, length = MARK.fullmatch(mark.get("d", "")).groups()  # type: ignore[union-attr]
+                line = f"M{use.get('x', '0')} {use.get('y', '0')}{axis.lower()}{length}"
+                look = {key: use.get(key) or mark.get(key, "") for key in ("clip-path", "class")}
+                use.tag = f"{{{SVG}}}path"
+                use.attrib.clear()
+                use.attrib.update({"d": line} | {key: value for key, value in look.items() if value})
+    used = set(re.findall(r'(?:href="|url\()#([\w.-]+)', ElementTree.tostring(root, encoding="unicode")))
+    for parent in list(root.iter()):
+        for child in list(parent):
+            unused = child.get("id") in marks and child.get("id") not in used
+            if unused or (child.tag == f"{{{SVG}}}defs" and not len(child)):
+                parent.remove(child)
+        _join_children(parent, outlined)
+
+
+def _join_children(parent: Element, outlined: set[str]) -> None:
+    first: dict[tuple[str, str], Element] = {}
+    for child in list(parent):
+        line = child.tag == f"{{{SVG}}}path" and child.attrib.keys() <= {"d", "clip-path", "class"}
+        if line and child.get("class", "") in outlined and _axis_lines(child.get("d", "")):
+            look = child.get("clip-path", ""), child.get("class", "")
+            if look in first:
+                first[look].set("d", first[look].get("d", "") + child.get("d", ""))
+                parent.remove(child)
+            else:
+                first[look] = child
+        elif child.tag != f"{{{SVG}}}text":
+            first = {}
+
+
+def _axis_lines(path: str) -> bool:
+    return re.fullmatch(r"(?:M-?[\d.]+ -?[\d.]+[HVhv]-?[\d.]+)+", path) is not None
 
 
 def _gather(element: Element, translucent: set[str]) -> None:

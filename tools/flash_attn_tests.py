@@ -55,7 +55,8 @@ def install(checkout: Path, version: str, device: str) -> None:
     from backlight.compat import flash_attn, flash_attn_cute, flash_attn_interface
 
     if device == "cpu":
-        torch.cuda.get_device_capability = lambda *_: (9, 0)
+        # version 4 skips more on Hopper than on Blackwell
+        torch.cuda.get_device_capability = lambda *_: (10 if version == "4" else 9, 0)
         torch.cuda.get_device_properties = lambda *_: argparse.Namespace(total_memory=1 << 40, multi_processor_count=132)
         torch.cuda.synchronize = lambda *_: None
         torch.einsum = _in_fp32(torch.einsum)
@@ -216,6 +217,7 @@ def work(options: argparse.Namespace) -> None:
     draw.shuffle(jobs)
     with options.out.open("a") as lines, open(os.devnull, "w") as nothing:
         for name, function, given in jobs[options.mine :: options.processes]:
+            print(name, given, file=sys.stderr, flush=True)
             sys.stdout = nothing
             found = (LATE, "") if time.time() > options.ends else outcome(function, given, options.each)
             sys.stdout = sys.__stdout__

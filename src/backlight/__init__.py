@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from backlight import doctor, mask
-    from backlight.api import Explanation, attention, attention_varlen, explain
+    from backlight.api import attention, attention_varlen
     from backlight.attention_statistics import AttentionStatistics, statistics
     from backlight.errors import Unsupported
+    from backlight.explaining import Explanation, explain
     from backlight.fp8.rounding import quantize, quantize_keys
     from backlight.packing import cu_seqlens
     from backlight.slopes import alibi
@@ -45,22 +46,22 @@ __all__ = [
 
 HOMES = {
     "AttentionSpec": "spec",
-    "Explanation": "api",
     "Unsupported": "errors",
     "attention": "api",
     "attention_jvp": "tangents",
     "attention_varlen": "api",
     "attention_varlen_jvp": "tangents",
-    "explain": "api",
 }
 # loaded by who asks for them
 LATER = {
     "AttentionStatistics": "attention_statistics",
+    "Explanation": "explaining",
     "activate": "slot",
     "activated": "slot",
     "alibi": "slopes",
     "cu_seqlens": "packing",
     "deactivate": "slot",
+    "explain": "explaining",
     "quantize": "fp8.rounding",
     "quantize_keys": "fp8.rounding",
     "statistics": "attention_statistics",

@@ -1,9 +1,9 @@
-"""The public call: `attention`, `attention_varlen`, `explain`."""
+"""The public calls: `attention`, `attention_varlen`; `explain` is in `explaining`."""
 
 from __future__ import annotations
 
+import math
 import sys
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from backlight import direct, operators, registry
-from backlight.arguments import no_flag, shown
+from backlight.arguments import shown
 from backlight.binding import Tensors, Window, alphas_of, bind, bind_like_before, flattened, mask_tensors, tensors_given
-from backlight.call import Call
+from backlight.call import Call, Found, wanted
 from backlight.contexts import Context, blocks, innermost
 from backlight.spec import LEARNED
 
@@ -25,8 +25,8 @@ else:
     # masks are loaded when somebody makes one, or asks for the type of `mask`
     backlight = sys.modules[__package__]
 
-# of the tiles that `explain` counts
-TILE = (128, 128)
+# "batch": a sequence gives the same bits whatever else is in the call, too
+Deterministic = bool | Literal["batch"] | None
 
 
 class Options(TypedDict, total=False):
@@ -44,7 +44,8 @@ class Options(TypedDict, total=False):
     pair_bias: Tensor | None
     entmax: float | Tensor | None
     mask: backlight.mask.Mask | None
-    deterministic: bool | None
+    deterministic: Deterministic
+    exact_delta: bool | None
     backend: str | None
     context: Context | None
     precision: Literal["fp8"] | None
@@ -57,6 +58,7 @@ def attention(
     v: Tensor | None = None,
     *,
     return_lse: Literal[False] = False,
+    return_max_logit: Literal[False] = False,
     **options: Unpack[Options],
 ) -> Tensor: ...
 
@@ -68,8 +70,33 @@ def attention(
     v: Tensor | None = None,
     *,
     return_lse: Literal[True],
+    return_max_logit: Literal[False] = False,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor | backlight.fp8.Quantised,
+    k: Tensor | backlight.fp8.Keys | None = None,
+    v: Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    return_max_logit: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor | backlight.fp8.Quantised,
+    k: Tensor | backlight.fp8.Keys | None = None,
+    v: Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def attention(
@@ -90,11 +117,13 @@ def attention(
     entmax: float | Tensor | None = None,
     mask: backlight.mask.Mask | None = None,
     return_lse: bool = False,
-    deterministic: bool | None = None,
+    return_max_logit: bool = False,
+    deterministic: Deterministic = None,
+    exact_delta: bool | None = None,
     backend: str | None = None,
     context: Context | None = None,
     precision: Literal["fp8"] | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Softmax attention, differentiable in every tensor argument, in memory linear in the lengths.
 
     q, k, v, gate and the output may have five axes, [B, N, H, S, D]: the call is that of a batch of B * N. A pair_bias of five,
@@ -119,14 +148,20 @@ def attention(
             learned, held within that range. Weights of low scores are exactly zero. Not together with tau.
         mask: which rows see a key, by intervals of rows (`backlight.mask`), on top of causal and window.
         return_lse: also return the log-sum-exp of each row, differentiable.
-        deterministic: bitwise repeatable backward; None follows torch.are_deterministic_algorithms_enabled().
+        return_max_logit: also return the largest logit of each query head, for QK-clip; it has no gradient. Not together with
+            entmax.
+        deterministic: bitwise repeatable backward; None follows torch.are_deterministic_algorithms_enabled(). "batch": also the
+            same bits for a sequence whatever else is in the call (docs/sums.md).
+        exact_delta: keep what rounding took from y, too, so that the delta of the backward is as exact as if y were in fp32; as
+            many bytes again as y has, between forward and backward. None: no. Not together with tau or entmax.
         backend: a backend's name, which never falls back; None chooses (see `explain`).
         context: q, k, v and gate are this rank's shard of a longer sequence (see `backlight.distributed.context_parallel`).
-        precision: "fp8" multiplies in e4m3 (docs/fp8.md): on Hopper GPUs by a kernel, elsewhere emulated. q may be what
-            `backlight.quantize` returned, k and v then None; or k what `backlight.quantize_keys` returned, v then None.
+        precision: "fp8" multiplies in e4m3 (docs/fp8.md); q may be what `quantize` returned, or k what `quantize_keys` did.
 
     Returns:
-        y [B, Hq, Sq, Dv] in the dtype of q; with `return_lse` also lse [B, Hq, Sq], fp32 (fp64 for fp64 inputs), natural log.
+        y [B, Hq, Sq, Dv] in the dtype of q; with `return_lse` also lse [B, Hq, Sq], fp32 (fp64 for fp64 inputs), natural log;
+        with `return_max_logit` also [Hq], fp32: the largest scale * q.k over batch, rows and the keys they see, before softcap
+        and biases, -inf where nothing is seen. In this order.
         Rows that see no key give y = 0, lse = -inf (with a sink: lse = sink) and zero gradients.
     """
     alphas, alpha = (None, None) if entmax is None else alphas_of(entmax, q)
@@ -138,12 +173,15 @@ def attention(
         "softcap": softcap,
         "bias_origin": bias_origin,
         "alpha": alpha,
+        "exact_delta": exact_delta,
+        "max_logit": return_max_logit,
     }
     rows, pos = (None, None) if mask is None else mask_tensors(mask)
     tensors = (q, k, v, bias, sink, tau, gate, pair_bias, alphas, rows, pos, None, None)
     if (fp8 := _fp8(q, k, precision)) is not None:
         return fp8.attend(tensors, options, False, return_lse, backend, innermost(context))
-    return _attend(tensors, options, False, return_lse, backend, context, mask)
+    found = _attend(tensors, options, False, return_lse, backend, context, mask)
+    return wanted(found, return_lse, return_max_logit) if return_lse or return_max_logit else found[0]
 
 
 @overload
@@ -155,6 +193,7 @@ def attention_varlen(
     cu_seqlens_k: Tensor | None = None,
     *,
     return_lse: Literal[False] = False,
+    return_max_logit: Literal[False] = False,
     **options: Unpack[Options],
 ) -> Tensor: ...
 
@@ -168,8 +207,37 @@ def attention_varlen(
     cu_seqlens_k: Tensor | None = None,
     *,
     return_lse: Literal[True],
+    return_max_logit: Literal[False] = False,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    return_max_logit: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def attention_varlen(
@@ -192,11 +260,13 @@ def attention_varlen(
     entmax: float | Tensor | None = None,
     mask: backlight.mask.Mask | None = None,
     return_lse: bool = False,
-    deterministic: bool | None = None,
+    return_max_logit: bool = False,
+    deterministic: Deterministic = None,
+    exact_delta: bool | None = None,
     backend: str | None = None,
     context: Context | None = None,
     precision: Literal["fp8"] | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """`attention` over packed sequences: nothing is visible across their borders.
 
     Args:
@@ -207,10 +277,10 @@ def attention_varlen(
         pair_bias: [Zb, Hq or 1, rows or 1, keys], read by positions inside each sequence, so that rows and keys are at least
             those of the longest. Zb divides the number of sequences Z: each entry serves Z / Zb consecutive ones.
         mask: of one batch entry, its rows counted over all of q. The other keywords are those of `attention`; alignment and
-            distances are per sequence. With precision="fp8" q, k and v are tensors.
+            distances are per sequence.
 
     Returns:
-        y [Tq, Hq, Dv]; with `return_lse` also lse [Hq, Tq].
+        y [Tq, Hq, Dv]; with `return_lse` also lse [Hq, Tq]; with `return_max_logit` also [Hq], over all sequences.
     """
     alphas, alpha = (None, None) if entmax is None else alphas_of(entmax, q)
     options = {
@@ -221,53 +291,15 @@ def attention_varlen(
         "softcap": softcap,
         "bias_origin": bias_origin,
         "alpha": alpha,
+        "exact_delta": exact_delta,
+        "max_logit": return_max_logit,
     }
     rows, pos = (None, None) if mask is None else mask_tensors(mask)
     tensors = (q, k, v, bias, sink, tau, gate, pair_bias, alphas, rows, pos, cu_seqlens_q, cu_seqlens_k)
     if (fp8 := _fp8(q, k, precision)) is not None:
         return fp8.attend(tensors, options, True, return_lse, backend, innermost(context))
-    return _attend(tensors, options, True, return_lse, backend, context)
-
-
-def _attend(
-    tensors: Tensors,
-    options: dict[str, Any],
-    packed: bool,
-    return_lse: bool,
-    backend: str | None,
-    context: Context | None,
-    mask: backlight.mask.Mask | None = None,
-    trusted: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Both public calls: directly where nothing looks at them, through operators or a context elsewhere.
-
-    mask: whose tensors are among these, of a call that is not packed. trusted: see `Call`.
-    """
-    if return_lse is not True and return_lse is not False:
-        raise no_flag("return_lse", return_lse)
-    if not packed and isinstance(tensors[0], Tensor) and tensors[0].dim() == 5:
-        return _attend_grid(tensors, options, return_lse, backend, context, mask)
-    if context is not None or blocks:
-        context = innermost(context)
-    known = mask is not None and mask.borders is not None and context is None
-    if known and _documents().against(mask, tensors, packed, backend) is None:
-        return _attend_documents(mask, tensors, options, return_lse, backend)  # type: ignore[arg-type]
-    # a context checks it itself, so that the other ranks hear of it
-    if backend is not None and context is None:
-        check_backend(backend)
-    if context is None and direct.unobserved(tensors):
-        if packed:
-            y, lse = _attend_packed(tensors, options, return_lse, backend, trusted)
-        else:
-            y, lse = direct.attention(bind_like_before(tensors, options, False, backend, trusted), backend, return_lse)
-    else:
-        if context is None:
-            y, lse = operators.attention(bind(tensors, options, packed, trusted=trusted), backend)
-        else:
-            y, lse = context.attention(partial(bind, tensors, options, packed, sharded=True), backend)
-        if packed:
-            y, lse = y[0].transpose(0, 1), lse[0]
-    return (y, lse) if return_lse else y  # type: ignore[return-value]
+    found = _attend(tensors, options, True, return_lse, backend, context)
+    return wanted(found, return_lse, return_max_logit) if return_lse or return_max_logit else found[0]
 
 
 def _fp8(q: Any, k: Any, precision: Any) -> Any:
@@ -279,6 +311,55 @@ def _fp8(q: Any, k: Any, precision: Any) -> Any:
     return entry if entry.asked_for(q, k, precision) else None
 
 
+def _attend(
+    tensors: Tensors,
+    options: dict[str, Any],
+    packed: bool,
+    return_lse: bool,
+    backend: str | None,
+    context: Context | None,
+    mask: backlight.mask.Mask | None = None,
+    trusted: bool = False,
+) -> Found:
+    """Both public calls: directly where nothing looks at them, through operators or a context elsewhere.
+
+    mask: whose tensors are among these, of a call that is not packed. trusted: see `Call`.
+    """
+    if type(return_lse) is not bool or type(options["max_logit"]) is not bool:
+        check_flags(return_lse, options["max_logit"])
+    if not packed and isinstance(tensors[0], Tensor) and tensors[0].dim() == 5:
+        return _attend_grid(tensors, options, return_lse, backend, context, mask)
+    if context is not None or blocks:
+        context = innermost(context)
+    known = mask is not None and mask.borders is not None and context is None
+    if known and _documents().against(mask, tensors, packed, backend, options["deterministic"] == "batch") is None:
+        return _attend_documents(mask, tensors, options, return_lse, backend)  # type: ignore[arg-type]
+    # a context checks it itself, so that the other ranks hear of it
+    if backend is not None and context is None:
+        check_backend(backend)
+    lse: Tensor | None
+    peaks: Tensor | None = None
+    if context is None and direct.unobserved(tensors):
+        if packed:
+            y, lse, peaks = _attend_packed(tensors, options, return_lse, backend, trusted)
+        else:
+            y, lse, peaks = direct.attention(bind_like_before(tensors, options, False, backend, trusted), backend, return_lse)
+    else:
+        if context is None:
+            y, lse, peaks = operators.attention(bind(tensors, options, packed, trusted=trusted), backend)
+        else:
+            y, lse = context.attention(partial(bind, tensors, options, packed, sharded=True), backend)
+        if packed:
+            y, lse = y[0].transpose(0, 1), lse[0]
+    return y, lse, _of_heads(peaks) if options["max_logit"] else None
+
+
+def _of_heads(peaks: Tensor | None) -> Tensor:
+    """The largest logit of each head, of those of rows [B, Hq, Sq]: -inf where there are none."""
+    assert peaks is not None
+    return peaks.amax((0, 2)) if peaks.shape[0] and peaks.shape[2] else peaks.new_full(peaks.shape[1:2], -math.inf)
+
+
 def _documents() -> Any:
     """Loaded when somebody has such a mask."""
     from backlight import documents
@@ -288,15 +369,17 @@ def _documents() -> Any:
 
 def _attend_documents(
     mask: backlight.mask.Mask, tensors: Tensors, options: dict[str, Any], return_lse: bool, backend: str | None
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Found:
     """A call with documents of known lengths, as packed sequences."""
-    documents, batch = _documents(), tensors[0].shape[0]
+    documents, (batch, heads, *_) = _documents(), tensors[0].shape
     tensors, options, packed = documents.as_packed(mask, tensors, options)
-    found = _attend(tensors, options, packed, return_lse, backend, None, trusted=True)
-    if return_lse:
-        y, lse = found
-        return documents.as_batched(y, batch, packed), documents.as_batched(lse, batch, packed)
-    return documents.as_batched(found, batch, packed)
+    y, lse, max_logit = _attend(tensors, options, packed, return_lse, backend, None, trusted=True)
+    if lse is not None:
+        lse = documents.as_batched(lse, batch, packed)
+    if max_logit is not None:
+        # batch entries may have become heads
+        max_logit = max_logit.unflatten(0, (-1, heads)).amax(0)
+    return documents.as_batched(y, batch, packed), lse, max_logit
 
 
 def _attend_grid(
@@ -306,112 +389,23 @@ def _attend_grid(
     backend: str | None,
     context: Context | None,
     mask: backlight.mask.Mask | None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Found:
     """Tensors of five axes, [B, N, H, S, D]."""
     tensors, grid = flattened(tensors)
-    found = _attend(tensors, options, False, return_lse, backend, context, mask)
-    if return_lse:
-        y, lse = found
-        return y.unflatten(0, grid), lse.unflatten(0, grid)
-    return found.unflatten(0, grid)  # type: ignore[union-attr]
+    y, lse, max_logit = _attend(tensors, options, False, return_lse, backend, context, mask)
+    return y.unflatten(0, grid), None if lse is None else lse.unflatten(0, grid), max_logit
 
 
-def _attend_packed(
-    tensors: Tensors, options: dict[str, Any], return_lse: bool, backend: str | None, trusted: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Packed tensors where nothing looks at the call."""
+def _attend_packed(tensors: Tensors, options: dict[str, Any], return_lse: bool, backend: str | None, trusted: bool) -> Found:
+    """Packed tensors where nothing looks at the call; the largest logits are those of rows."""
     q = tensors[0]
     if q is not None and torch.is_autocast_enabled(q.device.type):
-        y, lse = direct.attention(bind(tensors, options, True, trusted=trusted), backend, True)
-        return y[0].transpose(0, 1), lse[0]  # type: ignore[index]
+        y, lse, peaks = direct.attention(bind(tensors, options, True, trusted=trusted), backend, True)
+        return y[0].transpose(0, 1), lse[0], peaks  # type: ignore[index]
     # autograd needs to see neither the views that make a batch of one, nor those that make it packed again
     with torch.no_grad():
         call = bind_like_before(tensors, options, True, backend, trusted)
     return direct.attention(call, backend, return_lse, packed=tensors[: len(LEARNED)])
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Which backend would run a call, with which configuration, and why not the others.
-
-    tiles: with a mask, the shares of tiles of `TILE` rows and keys that are empty (left out), full (not masked) and partial.
-    documents: with a mask of documents that knows their lengths, whether the call runs packed, and why.
-    """
-
-    chosen: str | None
-    config: object
-    reasons: dict[str, tuple[str, ...]]
-    tiles: tuple[float, float, float] | None = None
-    documents: str | None = None
-
-    def __str__(self) -> str:
-        lines = []
-        for name, why in self.reasons.items():
-            if name == self.chosen:
-                lines.append(f"{name}: runs this call with {self.config}")
-            elif why:
-                lines += [f"{name}: {reason}" for reason in why]
-            else:
-                lines.append(f"{name}: could run this call; an earlier backend is preferred")
-        if self.tiles is not None:
-            empty, full, partial = (f"{share:.0%}" for share in self.tiles)
-            lines.append(f"mask: of tiles of {TILE[0]} x {TILE[1]}, {empty} are empty, {full} full and {partial} partial")
-        if self.documents is not None:
-            lines.append(f"mask: {self.documents}")
-        return "\n".join(lines)
-
-
-def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    *,
-    backend: str | None = None,
-    context: Context | None = None,
-    return_lse: bool = False,
-    **options: Any,
-) -> Explanation:
-    """What `attention` (or, with cu_seqlens_q, `attention_varlen`) would do with the same arguments; computes nothing, but
-    reads a mask, if there is one.
-
-    Under a context (`backlight.distributed.context_parallel`): what this rank would do with its blocks; nothing is sent.
-    """
-    if return_lse is not True and return_lse is not False:
-        raise no_flag("return_lse", return_lse)
-    check_backend(backend)
-    bound = _binding(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
-    context, tiles, said = innermost(context), None, None
-    if context is None:
-        call = bound()
-        if call.rows is not None and not call.rows.is_meta:
-            from backlight import intervals
-
-            tiles = intervals.tile_shares(call, TILE)
-        call, said = _as_documents(options.get("mask"), bound, backend, call)
-        reasons = registry.refusals(call)
-    else:
-        call, reasons = context.explain(partial(bound, sharded=True), backend)
-    wanted = reasons if backend is None else {backend: reasons[backend]}
-    chosen = next((name for name, why in wanted.items() if not why), None)
-    return Explanation(chosen, None if chosen is None else registry.get(chosen).config(call), reasons, tiles, said)
-
-
-def _as_documents(
-    mask: backlight.mask.Mask | None, bound: partial[Call], backend: str | None, call: Call
-) -> tuple[Call, str | None]:
-    """The call that runs, and a sentence about it where the mask knows the lengths of documents."""
-    if mask is None or mask.borders is None:
-        return call, None
-    documents = _documents()
-    tensors, options, packed = bound.args
-    reason = documents.against(mask, tensors, packed, backend)
-    if reason is not None:
-        return call, f"documents of known lengths run by their intervals, not packed, because {reason}"
-    tensors, options, packed = documents.as_packed(mask, tensors, {"causal": False} | options)
-    found = bind(tensors, options, packed, trusted=True)
-    return found, "documents of known lengths run packed, as attention_varlen does: tiles begin at their borders"
 
 
 def call_of(
@@ -426,13 +420,13 @@ def call_of(
 ) -> Call:
     """The call that `attention` or, with cu_seqlens_q, `attention_varlen` makes of these arguments, checked."""
     check_backend(backend)
-    bound = _binding(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    bound = binding_of(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
     if innermost(None) is not None:
         raise ValueError("this call is one rank's shard of a longer sequence (context_parallel); leave the block first")
     return bound()
 
 
-def _binding(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, options: dict[str, Any]) -> partial[Call]:
+def binding_of(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, options: dict[str, Any]) -> partial[Call]:
     """Makes the call of these arguments; terms stand among the options."""
     if cu_seqlens_q is None and cu_seqlens_k is not None:
         raise TypeError("cu_seqlens_q must be given with cu_seqlens_k, got None")
@@ -441,6 +435,13 @@ def _binding(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, optio
     if cu_seqlens_q is None and isinstance(q, Tensor) and q.dim() == 5:
         tensors, _ = flattened(tensors)
     return partial(bind, tensors, options, cu_seqlens_q is not None)
+
+
+def check_flags(return_lse: Any, return_max_logit: Any) -> None:
+    for name, value in (("return_lse", return_lse), ("return_max_logit", return_max_logit)):
+        if value is not True and value is not False:
+            # NumPy's bool is called bool too: the module tells them apart
+            raise TypeError(f"{name} must be a bool, got {type(value).__module__}.{type(value).__name__}")
 
 
 def check_backend(backend: str | None) -> None:

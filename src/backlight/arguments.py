@@ -35,11 +35,6 @@ def check_flag(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a bool, got {shown(value)}")
 
 
-def no_flag(name: str, value: Any) -> TypeError:
-    # NumPy's bool is called bool too: the module tells them apart
-    return TypeError(f"{name} must be a bool, got {type(value).__module__}.{type(value).__name__}")
-
-
 def check_number(name: str, value: Any, above: float | None = None, least: float | None = None, optional: bool = False) -> None:
     """A finite int or float, not a bool; greater than `above`, at least `least`; None where `optional`."""
     if optional and value is None:

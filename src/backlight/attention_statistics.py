@@ -59,7 +59,7 @@ def statistics(
     if not (whole and len(tile) == 2 and min(tile) > 0):
         raise ValueError(f"tile must be two positive sizes (rows, keys), got {tile!r}")
     call = call_of(q, k, v, cu_seqlens_q, cu_seqlens_k, backend=backend, **options)
-    _, lse, _ = running.forward(call, backend, False)
+    _, lse, *_ = running.forward(call, backend, False)
     # `import backlight` loads no backend
     from backlight.backends.tiled.counting import count
 

@@ -16,14 +16,18 @@ from torch import Tensor
 
 from backlight._private.torch import any_autocast
 from backlight.arguments import shown
-from backlight.call import Call, Memory, call_with, layout_of
+from backlight.call import Call, Memory, call_with, layout_of, manner_of
 from backlight.checking import check, check_is_tensor, check_ranks
-from backlight.spec import LARGEST, SEQUENCE_OF, TENSOR_NAMES, TENSORS, TERM_NAMES, AttentionSpec
+from backlight.spec import LARGEST, SEQUENCE_OF, TENSOR_NAMES, TENSORS, TERM_NAMES, AttentionSpec, Manner
 
 Window = tuple[int | None, int | None]
+# keywords that `make_manner` takes
+MANNER = ("deterministic", "exact_delta", "max_logit")
 # of a call, in the order of `spec.TENSORS`, as they came: packed ones are [T, H, D]
 Tensors = tuple[Any, ...]
 
+# y is less than its fp32 sums
+ROUNDED = (torch.float16, torch.bfloat16)
 # of an entmax: below, the gradient by alpha has e ** 2 = (alpha - 1) ** -2 before a difference
 ALPHAS = (1.05, 2.0)
 # where the borders begin
@@ -85,15 +89,18 @@ def bind_batched(tensors: Tensors, options: dict[str, Any], sharded: bool = Fals
     """`bind` for tensors that are [B, H, S, D] already, packed sequences too."""
     q, k, v, *_ = tensors
     check_ranks({"q": q, "k": k, "v": v}, 4, "[B, H, S, D]")
-    deterministic = plain(options.get("deterministic"))
-    rest = {name: option for name, option in options.items() if name != "deterministic"}
+    rest = {name: option for name, option in options.items() if name not in MANNER}
     terms = [name for name, x in zip(TENSOR_NAMES, tensors, strict=True) if name in TERM_NAMES and x is not None]
     spec = make_spec(terms=terms, **rest)
-    if not (deterministic is None or isinstance(deterministic, bool)):
-        raise TypeError(f"deterministic must be a bool or None, got {deterministic!r}")
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    return check(call_with(spec, _autocast(tensors), deterministic), sharded)
+    manner = make_manner(**{name: options[name] for name in MANNER if name in options})
+    _check_together(spec, manner)
+    if sharded:
+        _check_sharded(manner)
+    tensors = _autocast(tensors)
+    if isinstance(tensors[0], Tensor) and tensors[0].dtype not in ROUNDED:
+        # nothing is taken from y
+        manner = Manner(manner.deterministic, manner.batch_invariant, False, manner.max_logit)
+    return check(call_with(spec, tensors, manner), sharded)
 
 
 def flattened(tensors: Tensors) -> tuple[Tensors, tuple[int, int]]:
@@ -169,6 +176,38 @@ def make_spec(
         return _new_spec(*options, *terms)
 
 
+def make_manner(*, deterministic: Any = None, exact_delta: Any = None, max_logit: bool = False) -> Manner:
+    """How the call is to be computed, checked."""
+    deterministic, exact_delta = plain(deterministic), plain(exact_delta)
+    by_batch = isinstance(deterministic, str) and deterministic == "batch"
+    if not (deterministic is None or isinstance(deterministic, bool) or by_batch):
+        raise TypeError(f'deterministic must be a bool, "batch" or None, got {deterministic!r}')
+    if not (exact_delta is None or isinstance(exact_delta, bool)):
+        raise TypeError(f"exact_delta must be a bool or None, got {exact_delta!r}")
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return Manner(bool(deterministic), by_batch, bool(exact_delta), max_logit)
+
+
+def _check_together(spec: AttentionSpec, manner: Manner) -> None:
+    if manner.exact_delta and spec.tau:
+        raise ValueError("exact_delta must not be True together with tau, whose delta has a second term from 16 bits")
+    if manner.exact_delta and spec.entmax:
+        raise ValueError("exact_delta must not be True together with entmax, whose delta comes from other sums than y")
+    if manner.max_logit and spec.entmax:
+        raise ValueError("return_max_logit must not be True together with entmax, which looks for a threshold, not a maximum")
+
+
+def _check_sharded(manner: Manner) -> None:
+    for name, is_asked, why in (
+        ("return_max_logit", manner.max_logit, "a rank sees the largest logit of its own part alone"),
+        ("exact_delta", manner.exact_delta, "ranks add parts of rows, whose delta they form themselves"),
+        ('deterministic="batch"', manner.batch_invariant, "where rows are cut depends on the whole call"),
+    ):
+        if is_asked:
+            raise NotImplementedError(f"{name} is not available in a context of several ranks: {why}")
+
+
 def plain(option: Any) -> Any:
     """A number or bool of NumPy as Python's own; everything else as it is."""
     if option is None or isinstance(option, (bool, int, float)):
@@ -212,8 +251,8 @@ _known_spec = lru_cache(maxsize=1024, typed=True)(_new_spec)
 
 # --- calls like one before ---------------------------------------------------------------------------------------------------
 
-# what was found right: the spec, whether it is deterministic, `Call.layout` and `Call.shared`
-_bound: Memory[tuple[AttentionSpec, bool, tuple[Any, ...], dict[Any, Any]]] = Memory()
+# what was found right: the spec, the manner, `Call.layout` and `Call.shared`
+_bound: Memory[tuple[AttentionSpec, tuple[bool, ...], tuple[Any, ...], dict[Any, Any]]] = Memory()
 
 
 def bind_like_before(
@@ -259,11 +298,11 @@ def _recall(kind: tuple[Any, ...] | None, tensors: Tensors, packed: bool) -> Cal
         return None
     if known is None:
         return None
-    spec, deterministic, layout, shared = known
+    spec, manner, layout, shared = known
     if packed:
         cu_q, cu_k = tensors[FIRST_BORDER:]
         tensors = (*batched_all(tensors)[:FIRST_BORDER], cu_q, cu_q if cu_k is None else cu_k)
-    call = Call(spec, *tensors, deterministic)  # type: ignore[call-arg]
+    call = Call(spec, *tensors, *manner)  # type: ignore[call-arg]
     call._layout, call.shared = layout, shared
     return call
 
@@ -275,7 +314,7 @@ def _remember(kind: tuple[Any, ...] | None, tensors: Tensors, call: Call) -> Non
     copied = cu_q is not call.cu_seqlens_q or (cu_k is not None and cu_k is not call.cu_seqlens_k)
     if kind is not None and not cast and not copied and _hashable(kind):
         call.shared = Memory()
-        _bound[kind] = call.spec, call.deterministic, call.layout, call.shared
+        _bound[kind] = call.spec, manner_of(call), call.layout, call.shared
 
 
 def _hashable(kind: tuple[Any, ...]) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from backlight.spec import LEARNED, TENSOR_NAMES, AttentionSpec, Segment, packed_segments
+from backlight.spec import LEARNED, TENSOR_NAMES, AttentionSpec, Manner, Segment, packed_segments
 
 Known = TypeVar("Known")
 
@@ -65,7 +65,11 @@ class Call:
     pos: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
+    # how the call is computed, whatever it computes (`Manner`)
     deterministic: bool = False
+    batch_invariant: bool = False
+    exact_delta: bool = False
+    max_logit: bool = False
     part: Part | None = None
     _segments: tuple[Segment, ...] | None = field(default=None, repr=False)
     # cu_seqlens are those of a mask, made to be borders of these rows and keys: nobody waits for a device to check them
@@ -85,7 +89,8 @@ class Call:
         part = self.part
         return (
             *_options_of(self.spec),
-            *(self.deterministic, self.q.device),
+            *manner_of(self),
+            self.q.device,
             *[None if x is None else layout_of(x) for x in all_tensors(self)],
             # packed queries and keys with the same borders, which may be one tensor
             self.cu_seqlens_q is self.cu_seqlens_k,
@@ -130,6 +135,11 @@ class Call:
     def accumulator_dtype(self) -> torch.dtype:
         """fp32 for every input dtype but fp64 (numerics contract)."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the forward keeps a tensor like y for the backward: u, or the low half of y (eq. 103)."""
+        return self.spec.keeps_u or self.exact_delta
 
     @property
     def output_dtype(self) -> torch.dtype:
@@ -187,13 +197,26 @@ class Call:
 all_tensors = attrgetter(*TENSOR_NAMES)
 learned_tensors = attrgetter(*LEARNED)
 counting_tensors = attrgetter(*TENSOR_NAMES[len(LEARNED) :])
+manner_of = attrgetter(*Manner._fields)
 _options_of = attrgetter(*(option.name for option in fields(AttentionSpec)))
 assert tuple(each.name for each in fields(Call))[1 : 1 + len(TENSOR_NAMES)] == TENSOR_NAMES, "Call and spec.TENSORS differ"
 
 
-def call_with(spec: AttentionSpec, tensors: Sequence[Any], deterministic: bool) -> Call:
-    """A call of tensors in the order of `spec.TENSORS`."""
-    return Call(spec, *tensors, deterministic)  # type: ignore[call-arg]
+def call_with(spec: AttentionSpec, tensors: Sequence[Any], manner: Sequence[bool]) -> Call:
+    """A call of tensors in the order of `spec.TENSORS`, computed in this `Manner`."""
+    return Call(spec, *tensors, *manner)  # type: ignore[call-arg]
+
+
+# y, lse and the largest logits of heads, where they are wanted
+Found = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def wanted(found: Found, return_lse: bool, return_max_logit: bool) -> tuple[Tensor, ...]:
+    """All that is wanted, in order."""
+    y, lse, max_logit = found
+    if not return_max_logit:
+        return y, lse  # type: ignore[return-value]
+    return (y, lse, max_logit) if return_lse else (y, max_logit)  # type: ignore[return-value]
 
 
 def tensors_of(call: Call) -> tuple[Tensor | None, ...]:

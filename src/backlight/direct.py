@@ -24,7 +24,7 @@ from backlight._private.torch import (
     transforms_active,
 )
 from backlight.binding import batched, batched_all
-from backlight.call import Call, counting_tensors, learned_tensors
+from backlight.call import Call, counting_tensors, learned_tensors, manner_of
 from backlight.spec import GRADIENTS, SEQUENCE_OF
 
 
@@ -34,19 +34,22 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, call: Call, backend: str | None, return_lse: bool, *tensors: Tensor | None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        y, lse, u = running.forward(call, backend, True)
+        y, lse, u, peaks = running.forward(call, backend, True)
         if _is_packed(tensors):
             # autograd must not take results for views: it would miss changes in place
             y, lse = _packed(y).detach(), lse[0].detach()
         ctx.save_for_backward(*tensors, *counting_tensors(call), y, lse, u)
-        ctx.options = call.spec, call.deterministic, call.trusted, backend, call.shared
+        ctx.options = call.spec, manner_of(call), call.trusted, backend, call.shared
+        if peaks is not None:
+            ctx.mark_non_differentiable(peaks)
+            return y, lse, peaks
         # a second output costs the engine more than it costs us to leave it out
         return (y, lse) if return_lse else y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None = None, _none: None = None) -> tuple[Any, ...]:
         return _gradients(ctx, dy, dlse)
 
 
@@ -64,8 +67,8 @@ def _gradients(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> tuple[Any, .
         tensors = batched_all(tensors)
         y, dy = batched(y), batched(dy)
         lse, dlse = (None if x is None else x[None] for x in (lse, dlse))
-    spec, deterministic, trusted, backend, shared = ctx.options
-    call = Call(spec, *tensors, deterministic)  # type: ignore[call-arg]
+    spec, manner, trusted, backend, shared = ctx.options
+    call = Call(spec, *tensors, *manner)
     call.trusted, call.shared = trusted, shared
     if observed:
         args = (*operators.pack(call, backend), y, lse, y.new_empty(0) if u is None else u, dy, dlse, list(needs))
@@ -114,8 +117,8 @@ _apply_direct = apply_of(_Direct)
 
 def attention(
     call: Call, backend: str | None, return_lse: bool, packed: tuple[Tensor | None, ...] = ()
-) -> tuple[Tensor, Tensor | None]:
-    """(y, lse) of a bound call, differentiable, without operators; lse only where it is wanted.
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(y, lse, largest logits of rows) of a bound call, without operators; all but y only where they are wanted.
 
     packed: the caller's tensors with a gradient, where those of the call are views that autograd has not seen; results are
     packed too.
@@ -123,6 +126,8 @@ def attention(
     tensors = packed or learned_tensors(call)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         found = _apply_direct(call, backend, return_lse, *tensors)
-        return found if return_lse else (found, None)
-    y, lse, _ = running.forward(call, backend, False)
-    return (_packed(y), lse[0]) if packed else (y, lse)
+        if call.max_logit:
+            return found
+        return (*found, None) if return_lse else (found, None, None)
+    y, lse, _, peaks = running.forward(call, backend, False)
+    return (_packed(y), lse[0], peaks) if packed else (y, lse, peaks)

@@ -31,8 +31,11 @@ _OF_HEADS = tuple(_NAMED[name] for name in PER_HEAD)
 _ROWS = _NAMED["rows"]
 
 
-def against(mask: Any, tensors: Tensors, packed: bool, backend: str | None) -> str | None:
-    """Why a call runs by the intervals of a mask with borders; None where it runs as packed sequences."""
+def against(mask: Any, tensors: Tensors, packed: bool, backend: str | None, by_batch: bool = False) -> str | None:
+    """Why a call runs by the intervals of a mask with borders; None where it runs as packed sequences.
+
+    by_batch: how long other documents are must not decide.
+    """
     q, k, v = tensors[:3]
     if packed:
         return "the call is packed already"
@@ -46,7 +49,7 @@ def against(mask: Any, tensors: Tensors, packed: bool, backend: str | None) -> s
         return "transforms of torch.func are at work"
     entries, length = mask.rows.shape[0], k.shape[2]
     documents = mask.borders.shape[1] - BESIDE[mask.borders.shape[0]] * entries
-    if documents * SHORTEST > entries * length:
+    if documents * SHORTEST > entries * length and not by_batch:
         return f"its documents are shorter than {SHORTEST} positions on average"
     if not _read_on_the_device(q, v, backend):
         return "the backend would wait for the device to read borders"

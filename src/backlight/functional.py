@@ -15,16 +15,16 @@ from backlight import batching, rules, second_batching
 
 
 class Attention(torch.autograd.Function):
-    """Of tensors, scalars and save_u: y, lse, u."""
+    """Of tensors, scalars and save_u: y, lse, u, largest logits of rows."""
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(*args: Any) -> tuple[Tensor, ...]:
         return torch.ops.backlight.attention(*args)
 
     setup_context = staticmethod(rules.keep_forward)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None, _du: None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None, *_none: None) -> tuple[Any, ...]:
         return rules.gradients(ctx, dy, dlse, RUN)
 
     @staticmethod
@@ -105,8 +105,8 @@ class AttentionSecond(torch.autograd.Function):
 RUN = rules.Run(AttentionBackward.apply, AttentionJvp.apply, AttentionSecond.apply)
 
 
-def attention(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, lse, u) of tensors and scalars, under any transforms."""
+def attention(*args: Any) -> tuple[Tensor, ...]:
+    """(y, lse, u, largest logits of rows) of tensors and scalars, under any transforms."""
     return Attention.apply(*args, True)
 
 

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from backlight import rules, running
 from backlight._private.torch import forward_mode, tracing, transforms_active
-from backlight.call import Call
+from backlight.call import Call, call_with
 from backlight.derivatives import NO_TANGENT_IN_GRAPH
-from backlight.spec import GRADIENTS, LEARNED, TENSOR_NAMES, TENSORS, TERM_NAMES, AttentionSpec
+from backlight.spec import GRADIENTS, LEARNED, TENSOR_NAMES, TENSORS, TERM_NAMES, AttentionSpec, Manner
 
 SCHEMA = ", ".join(f"Tensor{'?' if each.optional else ''} {each.name}" for each in TENSORS)
 SCALARS = (
     "bool causal, SymInt? left, SymInt? right, float? scale, float? softcap, SymInt bias_origin, float? alpha, "
-    "bool deterministic, bool trusted, str? backend"
+    f"{', '.join(f'bool {name}' for name in Manner._fields)}, bool trusted, str? backend"
 )
 library = torch.library.Library("backlight", "DEF")
-library.define(f"attention({SCHEMA}, {SCALARS}, bool save_u) -> (Tensor, Tensor, Tensor)")
+library.define(f"attention({SCHEMA}, {SCALARS}, bool save_u) -> (Tensor, Tensor, Tensor, Tensor)")
 library.define(
     f"attention_backward({SCHEMA}, {SCALARS}, Tensor y, Tensor lse, Tensor u, Tensor dy, Tensor? dlse, bool[] needs)"
     f" -> ({', '.join(['Tensor'] * len(GRADIENTS))})"
@@ -34,16 +34,18 @@ library.define(
 def pack(call: Call, backend: str | None) -> tuple[Any, ...]:
     """The operator's arguments up to `save_u`: tensors, then scalars."""
     spec = call.spec
+    # compilers do not follow `manner_of`
+    manner = [getattr(call, name) for name in Manner._fields]
     return (
         *[getattr(call, name) for name in TENSOR_NAMES],
         *(spec.causal, *spec.window, spec.scale, spec.softcap, spec.bias_origin, spec.alpha),
-        *(call.deterministic, call.trusted, backend),
+        *(*manner, call.trusted, backend),
     )
 
 
 def unpack(args: tuple[Any, ...]) -> tuple[Call, str | None]:
     tensors = dict(zip(TENSOR_NAMES, args, strict=False))
-    causal, left, right, scale, softcap, bias_origin, alpha, deterministic, trusted, backend = args[len(TENSOR_NAMES) :]
+    causal, left, right, scale, softcap, bias_origin, alpha, *manner, trusted, backend = args[len(TENSOR_NAMES) :]
     spec = AttentionSpec(
         causal=causal,
         window=(left, right),
@@ -53,23 +55,27 @@ def unpack(args: tuple[Any, ...]) -> tuple[Call, str | None]:
         alpha=alpha,
         **{name: tensors[name] is not None for name in TERM_NAMES},
     )
-    return Call(spec, **tensors, deterministic=deterministic, trusted=trusted), backend
+    call = call_with(spec, tuple(tensors.values()), manner)
+    call.trusted = trusted
+    return call, backend
 
 
 # --- backends ----------------------------------------------------------------------------------------------------------------
 
 
-def _attention(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _attention(*args: Any) -> tuple[Tensor, ...]:
     *call_args, save_u = args
     call, backend = unpack(tuple(call_args))
-    y, lse, u = running.forward(call, backend, save_u)
-    return y, lse, y.new_empty(0) if u is None else u
+    y, lse, *others = running.forward(call, backend, save_u)
+    return y, lse, *(y.new_empty(0) if x is None else x for x in others)
 
 
 def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
     *call_args, y, lse, u, dy, dlse, needs = args
     call, backend = unpack(tuple(call_args))
-    grads = running.backward(call, backend, y, lse, u if call.spec.keeps_u else None, dy, dlse, tuple(needs))
+    # beside a tangent nobody has kept a low half
+    kept = u if call.spec.keeps_u or (call.exact_delta and u.numel()) else None
+    grads = running.backward(call, backend, y, lse, kept, dy, dlse, tuple(needs))
     return tuple(grads[name] if name in grads else y.new_empty(0) for name in GRADIENTS)
 
 
@@ -95,11 +101,12 @@ def _attention_backward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) ->
 
 
 @torch.library.register_fake("backlight::attention", lib=library)
-def _attention_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _attention_fake(*args: Any) -> tuple[Tensor, ...]:
     *call_args, save_u = args
     call, _ = unpack(tuple(call_args))
     y, lse = empty_outputs(call)
-    return y, lse, torch.empty_like(y) if save_u and call.spec.keeps_u else y.new_empty(0)
+    u = torch.empty_like(y) if save_u and call.keeps else y.new_empty(0)
+    return y, lse, u, torch.empty_like(lse) if call.max_logit else y.new_empty(0)
 
 
 @torch.library.register_fake("backlight::attention_backward", lib=library)
@@ -132,7 +139,7 @@ def run() -> rules.Run:
     return rules.Run(ops.attention_backward, ops.attention_jvp, ops.attention_second)
 
 
-def _attention_gradients(ctx: Any, dy: Tensor | None, dlse: Tensor | None, _du: None) -> tuple[Any, ...]:
+def _attention_gradients(ctx: Any, dy: Tensor | None, dlse: Tensor | None, *_none: None) -> tuple[Any, ...]:
     return rules.gradients(ctx, dy, dlse, run())
 
 
@@ -169,19 +176,19 @@ def transformed() -> bool:
 # --- the call ----------------------------------------------------------------------------------------------------------------
 
 
-def attention(call: Call, backend: str | None) -> tuple[Tensor, Tensor]:
-    """(y, lse) of a bound call, differentiable, through the operators."""
+def attention(call: Call, backend: str | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, lse, largest logits of rows) of a bound call, through the operators; the first two are differentiable."""
     args = pack(call, backend)
     compiling = torch.compiler.is_compiling()
     if transforms_active() if compiling else transformed():
         from backlight import in_graph
 
-        y, lse, _ = (in_graph.attention if compiling else in_graph.attention_outside)(*args)
+        y, lse, _, peaks = (in_graph.attention if compiling else in_graph.attention_outside)(*args)
     elif compiling and forward_mode._current_level >= 0:
         # no tangent is followed through a graph, so a call inside `dual_level` may lose one
         raise NotImplementedError(NO_TANGENT_IN_GRAPH)
     else:
         # u is needed by the backward alone
         wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[: len(LEARNED)])
-        y, lse, _ = torch.ops.backlight.attention(*args, call.spec.keeps_u and wanted)
-    return y, lse
+        y, lse, _, peaks = torch.ops.backlight.attention(*args, call.keeps and wanted)
+    return y, lse, peaks

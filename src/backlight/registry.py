@@ -11,6 +11,8 @@ from torch import Tensor
 from backlight.call import Call
 from backlight.errors import Unsupported
 
+# y, lse, u, largest logits of rows
+Forward = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 ORDER = ("hopper", "triton", "aten", "tiled")
 # features whose names are not words for a sentence
 NAMED = {
@@ -42,6 +44,8 @@ class Backend(Protocol):
     summary: str
     # the features it knows, of `spec.FEATURES`; "part": fp32 results that are still to be summed over keys elsewhere
     takes: frozenset[str]
+    # what of a batch-invariant call keeps a sequence apart from the others (eq. 79), in words
+    order: str
 
     def available(self) -> tuple[str, ...]:
         """Reasons this machine cannot run the backend at all; empty = it can."""
@@ -55,8 +59,10 @@ class Backend(Protocol):
         """The tile configuration the call would use."""
         ...
 
-    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(y, lse, u): y like q with Dv columns, lse [B,Hq,Sq] natural log, u like y when `save_u` and the call has tau."""
+    def forward(self, call: Call, save_u: bool) -> Forward:
+        """y like q with Dv columns; lse [B,Hq,Sq] natural log; with `save_u`, where `Call.keeps`, u like y: with tau eq. 12,
+        with entmax eq. 87, otherwise the low half of y (eq. 103); with `max_logit` the largest visible x of each row [B,Hq,Sq]
+        (eq. 72)."""
         ...
 
     def backward(

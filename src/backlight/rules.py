@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from backlight.derivatives import NO_FORWARD_TWICE, NO_THIRD, Guard
-from backlight.spec import LEARNED, TENSOR_NAMES
+from backlight.spec import LEARNED, TENSOR_NAMES, Manner
 
-N_TENSORS, N_SCALARS, N_LEARNED = len(TENSOR_NAMES), 10, len(LEARNED)
+# causal, both ends of the window, scale, softcap, bias_origin and alpha come before the manner; trusted and backend after it
+N_OPTIONS = 7
+N_TENSORS, N_SCALARS, N_LEARNED = len(TENSOR_NAMES), N_OPTIONS + len(Manner._fields) + 2, len(LEARNED)
 N_CALL = N_TENSORS + N_SCALARS
 TAU, ENTMAX = (TENSOR_NAMES.index(name) for name in ("tau", "entmax"))
+EXACT_DELTA = N_OPTIONS + Manner._fields.index("exact_delta")
 Maybe = Tensor | None
 NONE: tuple[Maybe, ...] = (None,) * N_LEARNED
 
@@ -44,18 +47,23 @@ def _save(ctx: Any, tensors: Sequence[Maybe], scalars: Any) -> None:
     ctx.scalars = scalars
 
 
-def _keeps_u(tensors: Sequence[Any]) -> bool:
+def keep_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Of `attention`."""
+    y, lse, u, peaks = output
+    ctx.mark_non_differentiable(u, peaks)
+    # as many as the direct path saves: checkpoints may recompute by one what ran by the other
+    _save(ctx, (*inputs[:N_TENSORS], y, lse, u if _keeps(inputs, inputs[N_TENSORS:]) else None), inputs[N_TENSORS:N_CALL])
+    ctx.saves_u = inputs[-1]
+
+
+def _keeps(tensors: Sequence[Maybe], scalars: Sequence[Any]) -> bool:
+    """`Call.keeps`."""
+    return _keeps_u(tensors) or scalars[EXACT_DELTA]
+
+
+def _keeps_u(tensors: Sequence[Maybe]) -> bool:
     """As `AttentionSpec.keeps_u`, by the tensors of a call."""
     return tensors[TAU] is not None or tensors[ENTMAX] is not None
-
-
-def keep_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Of `attention`."""
-    ctx.mark_non_differentiable(output[2])
-    y, lse, u = output
-    # as many as the direct path saves: checkpoints may recompute by one what ran by the other
-    _save(ctx, (*inputs[:N_TENSORS], y, lse, u if _keeps_u(inputs) else None), inputs[N_TENSORS:N_CALL])
-    ctx.saves_u = inputs[-1]
 
 
 def keep_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -88,7 +96,7 @@ def gradients(ctx: Any, dy: Maybe, dlse: Maybe, run: Run) -> tuple[Any, ...]:
         return none
     *tensors, y, lse, u = ctx.saved_tensors
     needs = ctx.needs_input_grad[:N_LEARNED]
-    if not _keeps_u(tensors):
+    if not _keeps(tensors, ctx.scalars):
         # a tensor without the axes of transforms
         u = torch.empty(0, dtype=y.dtype, device=y.device)
     elif not ctx.saves_u:
@@ -160,10 +168,10 @@ def pushed(ctx: Any, tangents: Sequence[Maybe], run: Run) -> tuple[Any, ...]:
     *tensors, y, lse, u = ctx.saved_tensors
     tangents = tangents[:N_LEARNED]
     if not any(t is not None for t in tangents):
-        return None, None, None
+        return None, None, None, None
     u = torch.empty(0, dtype=y.dtype, device=y.device) if u is None else u
     *_, ty, tlse, _ = run.jvp(*tensors, *ctx.scalars, *tangents, y, lse, u)
-    return ty, tlse, None
+    return ty, tlse, None, None
 
 
 def pushed_backward(ctx: Any, tangents: Sequence[Maybe], run: Run) -> tuple[Any, ...]:

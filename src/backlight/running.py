@@ -11,17 +11,18 @@ from torch import Tensor
 from backlight import registry
 from backlight._private.torch import current_device
 from backlight.call import Call, all_tensors, layout_of
+from backlight.registry import Forward
 from backlight.spec import GRADIENTS
 
 
-def forward(call: Call, backend: str | None, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def forward(call: Call, backend: str | None, save_u: bool) -> Forward:
     if elsewhere(call.q):
         with torch.cuda.device(call.q.device):
             return _forward_here(call, backend, save_u)
     return _forward_here(call, backend, save_u)
 
 
-def _forward_here(call: Call, backend: str | None, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _forward_here(call: Call, backend: str | None, save_u: bool) -> Forward:
     shared = call.shared
     replay = None if shared is None else shared.get(save_u)
     found = None if replay is None else replay(all_tensors(call))

@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -324,6 +324,21 @@ class AttentionSpec:
         """Table columns [c0, c1) that distances of the tile would read; they may lie outside the table."""
         shift = sk - sq + self.bias_origin
         return i0 - (j1 - 1) + shift, (i1 - 1) - j0 + shift + 1
+
+
+class Manner(NamedTuple):
+    """How a call is computed, whatever it computes.
+
+    deterministic:   the same call gives the same bits.
+    batch_invariant: a sequence gives the same bits whatever else is in the call (eq. 79); deterministic, too.
+    exact_delta:     the forward keeps what rounding took from y, for the delta of the backward (eq. 103).
+    max_logit:       the forward returns the largest logit of each row, too (eq. 72).
+    """
+
+    deterministic: bool = False
+    batch_invariant: bool = False
+    exact_delta: bool = False
+    max_logit: bool = False
 
 
 _flags = tuple(option.name for option in fields(AttentionSpec) if option.name in TERM_NAMES)

@@ -88,7 +88,7 @@ def test_several_tiles(case: Case) -> None:
     wanted = truth(call, tangents)
     with override("tiled", TILES):
         assert_all_close(run(call, tangents), wanted)
-        known = tangent(call, tangents, forward(call, True), save_u=True)
+        known = tangent(call, tangents, forward(call, True)[:3], save_u=True)
         fresh = tangent(call, tangents, None, save_u=True)
     assert_all_close((known.y, known.lse, known.ty, known.tlse), wanted)
     for name in ("u", "tu") if call.tau is not None else ():
@@ -105,7 +105,7 @@ def test_any_subset(name: str) -> None:
     tangents = tangents_of(learned(call))
     names, along_one = list(tangents), {each: truth(call, {each: t}) for each, t in tangents.items()}
     y, lse, *_ = along_one["q"]
-    known = forward(call, True)
+    known = forward(call, True)[:3]
     for subset in ([], *[[each] for each in names], *[[each for each in names if each != other] for other in names]):
         given = {each: tangents[each] for each in subset}
         moved = [sum((along_one[each][i] for each in subset), torch.zeros_like(x)) for i, x in ((2, y), (3, lse))]

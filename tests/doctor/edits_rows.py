@@ -133,9 +133,12 @@ HEADS: dict[str, list[Edit]] = {
         )
     ],
     "nan-cell": [backward(PUT_DV, after("dv[0, 3, 5] /= torch.zeros(()) * dv[0, 3, 5]", PUT_DV))],
-    "input-changed": [forward("    return y, lse, u", "    call.q.detach().mul_(2)\n    return y, lse, u")],
+    "input-changed": [forward("    return y, lse, kept", "    call.q.detach().mul_(2)\n    return y, lse, kept")],
     "cached-result": [
-        forward("    return y, lse, u", '    return globals().setdefault("KEPT", {}).setdefault(call.q.shape, (y, lse, u))')
+        forward(
+            "    return y, lse, kept, out.peaks",
+            '    return globals().setdefault("KEPT", {}).setdefault(call.q.shape, (y, lse, kept, out.peaks))',
+        )
     ],
 }
 

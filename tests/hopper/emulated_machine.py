@@ -16,6 +16,7 @@ DTYPES = {
     "fp8": np.float32,
     "fp16": np.float16,
     "fp32": np.float32,
+    "int16": np.int16,
     "int32": np.int32,
     "int64": np.int64,
     "int1": np.bool_,

@@ -62,9 +62,11 @@ _PTX = {
     "ex2.approx.ftz.f32": np.exp2,
     "fma.rn.f32": lambda a, b, c: (np.float64(a) * b + c).astype(np.float32),
     "max.f32": np.fmax,
+    "max.s16x2": lambda *pairs: np.maximum(*(np.ascontiguousarray(x).view(np.int16) for x in pairs)).view(np.int32),
     "max.s32": np.maximum,
     "mov.b32": lambda x: x.view(np.int32 if x.dtype == np.float32 else np.float32),
     "mov.f32": lambda x: x,
+    "mov.u32": lambda x: x,
     "mul.f32": np.multiply,
     "or.pred": np.logical_or,
     "rcp.approx.ftz.f32": np.reciprocal,
@@ -110,6 +112,13 @@ def run_ptx(text: str, inputs: list[np.ndarray], n_outputs: int) -> list[np.ndar
 # --- the language ------------------------------------------------------------------------------------------------------------
 
 
+def _registers(values: np.ndarray, pack: int, halves: bool) -> np.ndarray:
+    """Of `pack` numbers that follow one another: one for each or, where there are `halves`, one for two of 16 bits."""
+    if not halves:
+        return values.astype(np.float32).reshape(-1, pack).T
+    return np.ascontiguousarray(values).reshape(-1, pack).view(np.int32).T
+
+
 def _float(function: Callable[..., Any]) -> Callable[..., Tensor]:
     return lambda *args: tensor(function(*(np.asarray(x, np.float32) for x in args)))
 
@@ -118,6 +127,7 @@ class language:
     """What kernels use of `gl` and of `tl`."""
 
     float32, float16, bfloat16, int32, int64, int1 = "fp32", "fp16", "bf16", "int32", "int64", "int1"
+    int16 = "int16"
     uint32, float8e4nv = "uint32", "fp8"
     exp2, log2 = staticmethod(_float(np.exp2)), staticmethod(_float(np.log2))
     abs = staticmethod(lambda x: tensor(np.abs(x)))
@@ -201,7 +211,8 @@ class language:
     @staticmethod
     def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], dtype: str, is_pure: bool, pack: int) -> Tensor:
         x = args[0]
-        inputs = [np.broadcast_to(np.asarray(arg, np.float32), x.shape).reshape(-1, pack).T for arg in args]
+        halves = any(np.asarray(arg).dtype.itemsize == 2 for arg in args)
+        inputs = [_registers(np.broadcast_to(np.asarray(arg), x.shape), pack, halves) for arg in args]
         outputs = run_ptx(asm, [register for some in inputs for register in some], pack)
         return tensor(np.stack(outputs, 1).reshape(x.shape).astype(DTYPES[dtype]))
 
@@ -252,6 +263,8 @@ REPLACED = {
     "warpgroup_mma_wait": warpgroup_mma_wait,
     "fence_async_shared": lambda *args: None,
     "peek": language.load,
+    "acquired": language.load,
+    "arrived": lambda: store_wait(0),
     "per_thread": lambda shape, layout: 32,
     "weights16": lambda weight, dtype: np.maximum(weight, 0).to(dtype),
     "survivors": lambda weight, bar, dtype: (weight > bar).to(dtype),

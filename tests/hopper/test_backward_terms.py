@@ -62,7 +62,7 @@ def gradients(
     problem: Problem, late: bool, deterministic: bool = False, needs: tuple[str, ...] | None = None
 ) -> Mapping[str, torch.Tensor]:
     call = replace(problem.call, deterministic=deterministic, _segments=None)
-    y, lse, u = TILED.forward(call, True)
+    y, lse, u, _ = TILED.forward(call, True)
     with emulator.emulated(backward, dbias_ordered, dbias, dq_convert, dq_rows, prepass, late=late):
         return host.backward(call, y, lse, u, problem.dy, problem.dlse, frozenset(needs or call.gradients))
 
@@ -179,7 +179,7 @@ def test_a_broken_term_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     if module is prepass:
         monkeypatch.setattr(prepass, "_prepass_kernel", broken._prepass_kernel)
     problem = case.make(FP16)
-    y, lse, u = TILED.forward(problem.call, True)
+    y, lse, u, _ = TILED.forward(problem.call, True)
     with emulator.emulated(
         backward, dbias_ordered, dbias, dq_convert, dq_rows, prepass, *([broken] if module is prepass else []), late=True
     ):

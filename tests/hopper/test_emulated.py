@@ -56,7 +56,7 @@ TILES = (
 def examine(problem: Problem, late: bool, deterministic: bool = False) -> None:
     call = replace(problem.call, deterministic=deterministic, _segments=None)
     with emulator.emulated(forward, backward, dq_convert, dq_rows, prepass, late=late):
-        y, lse, _ = forward.forward(call)
+        y, lse, *_ = forward.forward(call)
         made = host.backward(call, y, lse, None, problem.dy, problem.dlse, frozenset(("dq", "dk", "dv")))
     verdict = judge(call, problem.dy, problem.dlse, {"y": y, "lse": lse} | made)
     assert verdict.ok, f"{problem.case.name}\n{verdict}"
@@ -101,7 +101,7 @@ def test_deterministic_tiles(case: Case, late: bool) -> None:
 def test_forward_configs(options: dict[str, object], config: ForwardConfig, late: bool) -> None:
     problem = Case("forward", b=1, hq=2, hkv=1, sq=330, sk=330, d=64, **options).make(FP16)
     with override("hopper.forward", config), emulator.emulated(forward, late=late):
-        y, lse, _ = forward.forward(problem.call)
+        y, lse, *_ = forward.forward(problem.call)
     verdict = judge(problem.call, None, None, {"y": y, "lse": lse})
     assert verdict.ok, str(verdict)
 
@@ -171,7 +171,7 @@ def test_packed_neighbours_do_not_leak() -> None:
     results = []
     for each, gradient in ((call, problem.dy), (spoiled, dy)):
         with emulator.emulated(forward, backward, dq_convert, dq_rows, prepass):
-            y, lse, _ = forward.forward(each)
+            y, lse, *_ = forward.forward(each)
             grads = host.backward(each, y, lse, None, gradient, None, frozenset(("dq", "dk", "dv")))
         results.append({"y": y, "lse": lse[..., None]} | grads)
     for name, clean in results[0].items():
@@ -183,7 +183,7 @@ def test_packed_neighbours_do_not_leak() -> None:
 def test_needs(needs: tuple[str, ...]) -> None:
     problem = Case("needs", b=1, sq=140, sk=140, d=16, causal=True).make(FP16)
     with emulator.emulated(forward, backward, dq_convert, dq_rows, prepass):
-        y, lse, _ = forward.forward(problem.call)
+        y, lse, *_ = forward.forward(problem.call)
         made = host.backward(problem.call, y, lse, None, problem.dy, None, frozenset(needs))
     assert set(made) == set(needs)
     verdict = judge(problem.call, problem.dy, None, made, names=needs)
@@ -232,7 +232,7 @@ def test_a_broken_forward_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(user, name, getattr(mutant(tmp_path, module, old, new), name))
     with emulator.emulated(forward, late=True):
         try:
-            y, lse, _ = forward.forward(problem.call)
+            y, lse, *_ = forward.forward(problem.call)
         except (RuntimeError, AssertionError):
             return
     assert not judge(problem.call, None, None, {"y": y, "lse": lse}).ok
@@ -276,7 +276,7 @@ def test_a_broken_backward_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(user, name, getattr(mutant(tmp_path, module, old, new), name))
     config = BackwardConfig(64, 128, split="else:" in old)
     with override("hopper.backward", config), emulator.emulated(forward, backward, dq_convert, dq_rows, prepass, late=True):
-        y, lse, _ = forward.forward(problem.call)
+        y, lse, *_ = forward.forward(problem.call)
         try:
             result = host.backward(problem.call, y, lse, None, problem.dy, None, frozenset(("dq", "dk", "dv")))
         except (RuntimeError, AssertionError):

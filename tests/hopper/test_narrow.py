@@ -44,7 +44,7 @@ TILES = (
 
 def judged(problem: Problem, late: bool, config: BackwardConfig = CONFIG) -> Verdict:
     call = replace(problem.call, _segments=None)
-    y, lse, _ = TILED.forward(call, False)
+    y, lse, *_ = TILED.forward(call, False)
     with override("hopper.backward", config), emulator.emulated(backward, dq_convert, dq_rows, prepass, late=late):
         result = host.backward(call, y, lse, None, problem.dy, problem.dlse, frozenset(NEEDS))
     return judge(call, problem.dy, problem.dlse, result, names=NEEDS)

@@ -66,7 +66,7 @@ TILES = (
 def examine(case: Case, late: bool) -> None:
     problem = case.make(FP16)
     with emulator.emulated(forward, late=late):
-        y, lse, u = forward.forward(problem.call, save_u=True)
+        y, lse, u, _ = forward.forward(problem.call, save_u=True)
     verdict = judge(problem.call, None, None, {"y": y, "lse": lse})
     assert verdict.ok, f"{case.name}\n{verdict}"
     assert (u is None) == (case.tau is None)

@@ -390,3 +390,17 @@ def test_masks_of_other_shapes_are_refused() -> None:
     cu = torch.tensor([0, 3, S], dtype=torch.int32)
     with pytest.raises(NotImplementedError, match="not both"):
         model(tokens[:1], attention_mask=spans()[:1], cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+
+
+@pytest.mark.parametrize("cached", [7, 8])
+def test_a_step_has_one_row_of_a_dense_mask_whether_or_not_the_cache_is_full(cached: int) -> None:
+    """Exporters join the masks of two steps."""
+    from transformers.masking_utils import causal_mask_function
+
+    seen = torch.ones(2, cached + 1, dtype=torch.long)
+    seen[0, :3] = 0
+    mask = attention_mask(2, 1, 9, cached, 0, causal_mask_function, seen)
+    assert mask is not None
+    want = torch.zeros(2, 9, dtype=torch.bool)
+    want[:, : cached + 1] = seen.bool()
+    assert torch.equal(mask, want[:, None, None])

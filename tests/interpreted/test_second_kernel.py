@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -16,21 +15,15 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
 from dense import dense, learned
+from twice import cotangents_of, judge, small_tiles, tangents_of
 
 import backlight
 from backlight import registry
-from backlight.backends.tiled.second import Cotangents, second
-from backlight.backends.tiled.tangent import tangent
 from backlight.backends.triton import config
-from backlight.backends.triton.config import KernelConfig
 from backlight.backends.triton.device import Device
-from backlight.call import Call
-from backlight.config import override
 from backlight.differentiating import choose
-from backlight.spec import LEARNED
 from cases import FP32, Case, case_id
 
-NAMES = ("dy", "dlse", "dty", "dtlse")
 # two tiles each way, the second of them not full
 CASES = (
     Case("batched", sq=19, sk=19),
@@ -52,60 +45,6 @@ LONGER = (
     Case("mask,pos,varlen", mask="run", pos=True, lengths_q=(12, 10), lengths_k=(20, 9), causal=True, gate=True, bias=12),
     Case("bias,gqa", b=2, hq=2, hkv=1, sq=19, sk=21, bias=24, bias_origin=7),
 )
-SMALL = KernelConfig(16, 16, 4, 1)
-KERNELS = (
-    "second_dq",
-    "second_dq_of_both",
-    "second_dkdv",
-    "second_dbias",
-    "dq",
-    "dkdv",
-    "dbias",
-    "tangent",
-    "tangent_known",
-    "forward",
-)
-
-
-def tangents_of(call: Call) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return {name: torch.randn(x.shape, generator=generator).to(x.dtype) for name, x in learned(call).items()}
-
-
-def cotangents_of(call: Call) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(9)
-    shape = (*call.q.shape[:3], call.v.shape[-1])
-    shapes = dict(zip(NAMES, (shape, shape[:3], shape, shape[:3]), strict=True))
-    drawn = {name: torch.randn(size, generator=generator) for name, size in shapes.items()}
-    return {name: x.to(call.q.dtype) if x.dim() == 4 else x for name, x in drawn.items()}
-
-
-def small_tiles(config: KernelConfig = SMALL) -> ExitStack:
-    forced = ExitStack()
-    for kernel in KERNELS:
-        forced.enter_context(override(f"triton.{kernel}", config))
-    return forced
-
-
-def judge(call: Call, tangents: dict[str, Tensor], cotangents: dict[str, Tensor], limit: float) -> None:
-    """All gradients, of the tangent's results that the float64 problem has."""
-    exact = replace(call, **{name: x.double() for name, x in learned(call).items()})
-    needs = frozenset([*(f"d{name}" for name in learned(call)), *(f"dt{name}" for name in tangents)])
-    along = {name: t.double() for name, t in tangents.items()}
-    results = tangent(exact, along, None, save_u=False)
-    incoming = [cotangents.get(name) for name in NAMES]
-    wanted = second(exact, along, results, Cotangents(*(None if x is None else x.double() for x in incoming)), needs)
-    y, lse, _, ty, tlse, _ = results.all
-    rounded = (y.to(call.q.dtype), lse.float(), None, ty.to(call.q.dtype), tlse.float(), None)
-    found = registry.get("triton").second(call, tangents, rounded, tuple(incoming), needs)
-    assert found.keys() == wanted.keys()
-    for name, want in wanted.items():
-        got = found[name]
-        assert got.dtype == getattr(call, name[1:] if name[1:] in LEARNED else name[2:]).dtype
-        assert got.isfinite().all(), name
-        if want.numel():
-            scale = max(1.0, float(want.abs().max()))
-            assert float((got.double() - want).abs().max()) <= limit * scale, name
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
@@ -190,13 +129,6 @@ def test_tau_is_refused_by_name_and_left_to_tiled_without_one() -> None:
         else:
             with pytest.raises(NotImplementedError, match="triton: has no second derivative with tau"):
                 torch.autograd.grad(dq.square().sum(), q)
-
-
-def test_a_pair_bias_is_left_to_tiled() -> None:
-    call = Case("pair", b=1, hq=1, hkv=1, sq=4, sk=4, pair_bias=("heads", "rows")).make(FP32).call
-    assert choose("second", call, None).name == "tiled"
-    with pytest.raises(NotImplementedError, match="triton: has no second derivative with"):
-        choose("second", call, "triton")
 
 
 def test_what_does_not_fit_is_refused_by_name_and_left_to_tiled_without_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ def standing_in_for(card: str) -> Iterator[None]:
 def launches_of(combination: Combination) -> list[Launched]:
     call = call_of(combination)
     with standing_in_for(combination.card), recorded(*KERNELS) as launches:
-        y, lse, u = forward.forward(call, save_u=True)
+        y, lse, u, _ = forward.forward(call, save_u=True)
         backward(call, y, lse, u, torch.zeros_like(y), None, frozenset(call.gradients))
     return launches
 

@@ -106,8 +106,9 @@ def flash_attn_varlen_func(
     Returns:
         out [Tq, Hq, Dv]; with return_attn_probs (out, lse [Hq, Tq], S_dmask).
     """
-    check_packed((q, k, v), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
+    # first: paged keys have another layout
     refuse(block_table=block_table)
+    check_packed((q, k, v), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
     check_flags(causal, deterministic, return_attn_probs)
     options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
     if alibi_slopes is not None:

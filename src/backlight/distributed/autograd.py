@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from backlight.call import Call, call_with, counting_tensors, learned_tensors
+from backlight.call import Call, call_with, counting_tensors, learned_tensors, manner_of
 from backlight.derivatives import (
     NO_FORWARD_TWICE,
     NO_SECOND_SHARDED,
@@ -61,19 +61,19 @@ class Options:
 
     spec: AttentionSpec
     counting: tuple[Tensor | None, ...]
-    deterministic: bool
+    manner: tuple[bool, ...]
     sum_learned: bool
     number: int = 0
     compared: bool = True
     pair_heads: int = 0
 
     def call(self, tensors: tuple[Tensor | None, ...]) -> Call:
-        return call_with(self.spec, (*tensors, *self.counting), self.deterministic)
+        return call_with(self.spec, (*tensors, *self.counting), self.manner)
 
 
 def options_of(call: Call, sum_learned: bool, **rest: Any) -> Options:
     pair_heads = 0 if call.pair_bias is None else call.pair_bias.shape[1]
-    return Options(call.spec, counting_tensors(call), call.deterministic, sum_learned, pair_heads=pair_heads, **rest)
+    return Options(call.spec, counting_tensors(call), manner_of(call), sum_learned, pair_heads=pair_heads, **rest)
 
 
 def run(strategy: Strategy, call: Call, sum_learned: bool, number: int = 0, compared: bool = True) -> tuple[Tensor, Tensor]:

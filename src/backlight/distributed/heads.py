@@ -35,7 +35,7 @@ class AllToAll:
     def forward(self, call: Call) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """(y, lse, what the backward needs) of this rank's rows."""
         own, _ = self._own(call, {})
-        y, lse, u = registry.choose(own, self.backend).forward(own, True)
+        y, lse, u, _ = registry.choose(own, self.backend).forward(own, True)
         (y_rows,) = self._to_rows([y], ["rows"], "forward, heads to sequence")
         (lse_rows,) = self._to_rows([lse[..., None]], ["rows"], "forward, lse")
         return stored(y_rows, call.q), lse_rows[..., 0], [*learned_tensors(own), y, lse, u]

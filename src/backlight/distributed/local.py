@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backlight import differentiating, registry
-from backlight.call import Call, Part
+from backlight.call import Call, Part, manner_of
 from backlight.distributed.blocks import Block
 from backlight.distributed.merge import Dual
 from backlight.spec import packed_segments
@@ -86,7 +86,7 @@ def block_call(
         *mask,
         cu_q,
         cu_k,
-        call.deterministic,
+        *manner_of(call),
         part,
         None if block.borders is None else packed_segments(*block.borders),
     )
@@ -94,7 +94,8 @@ def block_call(
 
 def block_forward(call: Call, name: str | None, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """(o, lse, u) of a block."""
-    return registry.choose(call, name).forward(call, save_u)
+    o, lse, u, _ = registry.choose(call, name).forward(call, save_u)
+    return o, lse, u
 
 
 def block_lse(call: Call, name: str | None) -> Tensor:

@@ -16,6 +16,8 @@ from backlight.operators import transformed
 from backlight.quantising import Keys, Quantised, check_keys, check_queries
 
 PRECISIONS = (None, "fp8")
+# ways of computing a call that this one has not
+MANNERS = ("batch_invariant", "exact_delta", "max_logit")
 NO_PACKED_KEYS = "attention_varlen quantises packed sequences itself: give it tensors and precision='fp8'"
 NO_TRANSFORM = "attention in e4m3 is followed by autograd and by torch.compile, not by torch.func or forward mode"
 NO_CONTEXT = "attention in e4m3 has no form for shards of a sequence: leave the context, or precision='fp8'"
@@ -45,6 +47,9 @@ def attend(tensors: Tensors, options: dict[str, Any], packed: bool, return_lse: 
     if isinstance(q, Quantised) or isinstance(k, Keys):
         given, (q, k, v), options = _given(q, k, v, options, packed)
     call = bind((q, k, v, *terms), options, packed)
+    refused = [f"does not take {name} in e4m3" for name in MANNERS if getattr(call, name)]
+    if refused:
+        raise Unsupported({"fp8": tuple(refused)})
     if given is None:
         check_keys(call.k, call.v)
     elif call.spec.softcap is not None and (given if isinstance(given, Keys) else given.keys).centred:

@@ -28,7 +28,7 @@ library.define(
     f"attention_fp8_backward({GIVEN}, Tensor y, Tensor lse, Tensor dy, Tensor? dlse, bool[] needs)"
     f" -> ({', '.join(['Tensor'] * len(GRADIENTS))})"
 )
-N_GIVEN = N_TENSORS + N_SCALES + 1 + 10
+N_GIVEN = N_TENSORS + N_SCALES + 1 + operators.SCALARS.count(",") + 1
 
 
 def pack(call: Call, given: Quantised | Keys | None, backend: str | None) -> tuple[Any, ...]:

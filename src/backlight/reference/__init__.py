@@ -2,7 +2,7 @@
 
 from backlight.reference.eager import eager
 from backlight.reference.flashlike import flashlike
-from backlight.reference.oracle import Oracle, oracle
+from backlight.reference.oracle import Oracle, max_logit, oracle
 from backlight.reference.trace import BACKWARD, FORWARD, GRADIENTS, OUTPUTS, STAGES, Stage, Trace, graph
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "eager",
     "flashlike",
     "graph",
+    "max_logit",
     "oracle",
 ]

@@ -187,3 +187,13 @@ class Oracle:
 
 
 oracle = Oracle()
+
+
+def max_logit(call: Call) -> Tensor:
+    """The largest x of each query head (eq. 72) over batch, rows and the keys they see: float64 [Hq], -inf where there is none.
+
+    What a bias of -inf hides is not seen.
+    """
+    trace = oracle(call, keep=("x", "s"))
+    x = trace["x"].masked_fill(trace["s"] == -torch.inf, -torch.inf).transpose(0, 1).flatten(1)
+    return torch.cat([x, x.new_full((x.shape[0], 1), -torch.inf)], dim=1).amax(dim=1)

@@ -145,7 +145,7 @@ class Answers:
     # --- bound calls ---------------------------------------------------------------------------------------------------------
 
     def _forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        y, lse, _ = running.forward(call, None, False)
+        y, lse, *_ = running.forward(call, None, False)
         self.counts.forward += 1
         return y, lse.masked_fill(lse == -INF, INF) if _may_see_nothing(call) else lse
 

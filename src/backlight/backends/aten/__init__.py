@@ -29,6 +29,7 @@ class AtenBackend:
     name = "aten"
     summary = "torch's own fused kernel on a CPU, plain calls (causal or full) in fp32, in bf16 and fp16 where the CPU has them"
     takes = frozenset({"causal"})
+    order = "refused"
 
     def available(self) -> tuple[str, ...]:
         return ()
@@ -49,13 +50,14 @@ class AtenBackend:
             return (f"scale = {call.scale}: torch takes the largest product before it scales it",)
         if 0 in (*q.shape, *k.shape):
             return ("a tensor without elements",)
-        return ()
+        asked = {"max_logit": call.max_logit, "exact_delta": call.exact_delta, "batch_invariant": call.batch_invariant}
+        return tuple(f"{name}: torch's kernel knows nothing of it" for name, is_asked in asked.items() if is_asked)
 
     def config(self, call: Call) -> Tiles:
         return Tiles()
 
     @torch.no_grad()
-    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, None, None]:
         return _forward(call.q, call.k, call.v, call.spec.causal, call.scale)
 
     @torch.no_grad()
@@ -78,9 +80,9 @@ class AtenBackend:
         return lambda given: _backward((*given[:3], given[-5], given[-4], given[-2]), causal, scale, choice)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, None]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, None, None]:
     y, lse = aten._scaled_dot_product_flash_attention_for_cpu(*_with_rows(q, k, v), 0.0, causal, scale=scale)
-    return _like(y, q), lse.contiguous(), None
+    return _like(y, q), lse.contiguous(), None, None
 
 
 def _backward(tensors: tuple[Tensor, ...], causal: bool, scale: float, needs: frozenset[str]) -> dict[str, Tensor]:

@@ -70,6 +70,9 @@ class HopperBackend:
     name = "hopper"
     summary = "Hopper GPUs (sm_90), fp16 bf16: TMA and wgmma, FlashAttention-3's structure"
     takes = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "rows", "packed"})
+    order = (
+        "tiles of packed sequences do not go by their mean length; dq from a kernel that owns rows, so seven products, not five"
+    )
     derivatives = dict.fromkeys(("tangent", "second"), frozenset({"causal", "window", "packed"}))
 
     def available(self) -> tuple[str, ...]:
@@ -139,7 +142,7 @@ class HopperBackend:
 
         return in_use()
 
-    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         forward, _, replayed, _ = host()
         return replayed(forward, call, (), save_u)
 

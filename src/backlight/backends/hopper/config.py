@@ -22,6 +22,7 @@ L2 = 32 << 20
 FEW = 0.4
 # rows of a sequence up to which 128 rows a tile beat 192 at D = 64
 SHORT = 1024
+LONG = 8 * SHORT
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +67,25 @@ def padded(size: int) -> int:
 
 
 def rows_of(call: Call) -> int:
-    """Rows of a sequence, the mean of packed ones."""
-    return call.q.shape[2] // sequences_of(call)
+    """Rows of a sequence, the mean of packed ones; many where a sequence must not depend on others."""
+    return LONG if call.batch_invariant and call.varlen else call.q.shape[2] // sequences_of(call)
 
 
 def keys_of(call: Call) -> int:
-    """Keys of a sequence, the mean of packed ones."""
-    return call.k.shape[2] // sequences_of(call)
+    """Keys of a sequence, as `rows_of` counts rows."""
+    return LONG if call.batch_invariant and call.varlen else call.k.shape[2] // sequences_of(call)
 
 
 def sequences_of(call: Call) -> int:
     return 1 if call.cu_seqlens_q is None else max(1, call.cu_seqlens_q.shape[0] - 1)
 
 
-def forward_config(call: Call) -> ForwardConfig:
-    return resolve("hopper.forward", lambda: forward_heuristic(call))
+def forward_config(call: Call, low: bool = False) -> ForwardConfig:
+    """low: the low half of y is kept, which leaves through shared memory where there is room."""
+    return resolve("hopper.forward", lambda: forward_heuristic(call, low))
 
 
-def forward_heuristic(call: Call) -> ForwardConfig:
+def forward_heuristic(call: Call, low: bool = False) -> ForwardConfig:
     width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
     masked, keep, rows, keys = is_masked(call), keeps_first_max(call), rows_of(call), keys_of(call)
     if width <= 64 and call.spec.softcap is not None:
@@ -102,9 +104,9 @@ def forward_heuristic(call: Call) -> ForwardConfig:
             128, 3, pingpong=masked or keep, late_rescale=masked, keep_first_max=keep, q_buffers=1 if masked else 2
         )
     if width <= 128 and masked and max(rows, keys) <= SHORT // 2:
-        return ForwardConfig(64, 2, stages=4, q_buffers=2, drawn=call.varlen)
+        return ForwardConfig(64, 2, stages=4, q_buffers=1 if low else 2, drawn=call.varlen)
     if width <= 128:
-        return ForwardConfig(128, 2, keep_first_max=keep, q_buffers=2)
+        return ForwardConfig(128, 2, keep_first_max=keep, q_buffers=1 if low else 2)
     return ForwardConfig(64, 2, early_p=not masked, late_rescale=not masked and not keep, keep_first_max=keep)
 
 
@@ -135,9 +137,18 @@ def elastic_heuristic(call: Call) -> ForwardConfig:
 
 def share_q_and_o(config: ForwardConfig, bd: int, bdv: int, intervals: int = 0) -> bool:
     """Whether O has to leave through the shared memory of Q."""
+    return _shared_bytes(config, bd, bdv, intervals, outputs=1) > SHARED_MEMORY
+
+
+def _shared_bytes(config: ForwardConfig, bd: int, bdv: int, intervals: int, outputs: int) -> int:
     slots = 4 if config.consumers == 3 else config.consumers
-    elements = slots * 64 * (config.q_buffers * bd + bdv) + config.stages * config.block_n * (bd + bdv)
-    return 2 * elements + config.stages * 8 * intervals * config.block_n + BARRIERS > SHARED_MEMORY
+    elements = slots * 64 * (config.q_buffers * bd + outputs * bdv) + config.stages * config.block_n * (bd + bdv)
+    return 2 * elements + config.stages * 8 * intervals * config.block_n + BARRIERS
+
+
+def low_in_memory(config: ForwardConfig, bd: int, bdv: int, intervals: int = 0) -> bool:
+    """Whether the low half of y has room beside O."""
+    return _shared_bytes(config, bd, bdv, intervals, outputs=2) <= SHARED_MEMORY
 
 
 def intervals_of(call: Call) -> int:
@@ -210,6 +221,7 @@ class BackwardConfig:
     narrow:     a partition for each warpgroup, 128 x 128 tiles (`backward/narrow/`).
     persistent: one CTA per multiprocessor draws key tiles; otherwise one CTA per tile.
     together:   key heads whose tiles interleave (0: by the mask).
+    ordered:    deterministic calls add dq in a fixed order (`backward/order.py`), where that can be had.
     """
 
     block_m: int
@@ -221,6 +233,7 @@ class BackwardConfig:
     narrow: bool = False
     persistent: bool = True
     together: int = 0
+    ordered: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ class TiledBackend:
         {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "entmax", "rows", "pos", "packed", "part"}
         | {"entmax_part"}
     )
+    order = "products of one sequence at a time; tiles of packed ones do not go by their lengths"
     # a new term has no derivatives until it is named here too
     twice = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed"})
     derivatives: ClassVar = {"tangent": twice | {"part"}, "second": twice}
@@ -35,7 +36,7 @@ class TiledBackend:
         return config_of(call)
 
     @torch.no_grad()
-    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         from backlight.backends.tiled.forward import forward
 
         return forward(call, save_u)

@@ -88,6 +88,8 @@ def _prepass(
     dtype, slab, group = call.accumulator_dtype, block.slab, block.group
     y, do = block.rows_of(incoming.y).to(dtype), block.rows_of(incoming.dy).to(dtype)
     lse = block.rows_of(incoming.lse[..., None])
+    if call.exact_delta and incoming.u is not None:
+        y = y + block.rows_of(incoming.u).to(dtype)
     delta = (do * y).sum(dim=-1, keepdim=True)
     if call.gate is not None:
         weight = torch.sigmoid(block.rows_of(call.gate).to(dtype))

@@ -18,6 +18,8 @@ CPU_TILE_ELEMENTS = 1 << 23
 GPU_TILE_ELEMENTS = 1 << 25
 # keys of a tile under a mask by intervals: what is empty is left out, and what is full not masked, by whole tiles
 MASKED_KEYS = 512
+# of a sequence whose length must not count: from here on a tile is as large as any
+LONG = 4096
 # elements of k and v that a slab holds in fp32 (several times, with their gradients): bounds the memory of long sequences
 SLAB_KEY_ELEMENTS = 1 << 23
 
@@ -40,9 +42,14 @@ def heuristic(group: int, sq: int, sk: int, width: int, heads: int, device: torc
 
 
 def config_of(call: Call) -> Config:
+    """Of a batch-invariant call: by one sequence where all have one length, and by none of the lengths where they do not."""
     batch, kv_heads, sk, _ = call.k.shape
     sq = call.q.shape[2]
-    if call.varlen:
+    if call.batch_invariant:
+        batch = 1
+    if call.batch_invariant and call.varlen:
+        sq = sk = LONG
+    elif call.varlen:
         segments = call.segments()
         batch = 1
         sq, sk = max((z.sq for z in segments), default=0), max((z.sk for z in segments), default=0)

@@ -7,6 +7,7 @@ a score tile is ever allocated. Parity contract: tests/conformance.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,23 +20,34 @@ from backlight.config import Config
 from backlight.spec import LN2, LOG2E
 
 
-def forward(call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+@dataclass(frozen=True)
+class Results:
+    """y, lse, and what else is wanted: u, the low half of y (eq. 103), the largest logits of rows (eq. 72)."""
+
+    y: Tensor
+    lse: Tensor
+    u: Tensor | None
+    low: Tensor | None
+    peaks: Tensor | None
+
+
+def forward(call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     dv = call.v.shape[-1]
     y = torch.empty_like(call.q, dtype=call.output_dtype)
     if dv != call.q.shape[-1]:
         y = y.new_empty(*call.q.shape[:3], dv)
     lse = call.q.new_empty(call.q.shape[:3], dtype=call.accumulator_dtype)
-    u = torch.empty_like(y) if save_u and call.spec.keeps_u else None
+    kept = torch.empty_like(y) if save_u and call.keeps else None
+    u, low = (kept, None) if call.spec.keeps_u else (None, kept)
+    out = Results(y, lse, u, low, torch.empty_like(lse).fill_(-math.inf) if call.max_logit else None)
     config = config_of(call)
     workspace = Workspace(config.heads * call.group * config.block_m * config.block_n, call.q.detach(), call.accumulator_dtype)
     for slab in slabs(call, config):
-        _forward_slab(call, slab, config, workspace, y, lse, u)
-    return y, lse, u
+        _forward_slab(call, slab, config, workspace, out)
+    return y, lse, kept, out.peaks
 
 
-def _forward_slab(
-    call: Call, slab: Slab, config: Config, workspace: Workspace, y: Tensor, lse: Tensor, u: Tensor | None
-) -> None:
+def _forward_slab(call: Call, slab: Slab, config: Config, workspace: Workspace, out: Results) -> None:
     z = slab.segment
     scores = Scores(call, slab, workspace)
     v = keys_of(call.v, slab).to(scores.operand)
@@ -54,21 +66,25 @@ def _forward_slab(
             else:
                 block_lse = block.rows_of(known_lse[..., None])
                 o, block_u = entmax.summands(scores, v, base2(block_lse), block_tiles)
-            if u is not None:
-                block.put_rows(u, block_u)
+            if out.u is not None:
+                block.put_rows(out.u, block_u)
         elif known_lse is None:
-            block_lse, o = softmax_sweep(scores, v, sink, block_tiles, with_output=elastic is None)
+            block_lse, o, peaks = softmax_sweep(scores, v, sink, block_tiles, with_output=elastic is None)
+            if out.peaks is not None:
+                block.put_rows(out.peaks[..., None], peaks)
         else:
             block_lse = block.rows_of(known_lse[..., None])
         if elastic is not None:
             elastic.start(block)
-            o, block_u = _elastic_sweep(scores, v, elastic, block_lse, block_tiles, with_u=u is not None)
-            if u is not None:
-                block.put_rows(u, block_u)
+            o, block_u = _elastic_sweep(scores, v, elastic, block_lse, block_tiles, with_u=out.u is not None)
+            if out.u is not None:
+                block.put_rows(out.u, block_u)
         if call.gate is not None:
             o.mul_(torch.sigmoid(block.rows_of(call.gate).to(o.dtype)))
-        block.put_rows(y, o)
-        block.put_rows(lse[..., None], block_lse)
+        block.put_rows(out.y, o)
+        if out.low is not None:
+            block.put_rows(out.low, o - o.to(out.y.dtype))
+        block.put_rows(out.lse[..., None], block_lse)
 
 
 def entmax_sums(call: Call) -> Tensor:
@@ -111,15 +127,22 @@ def finish(scores: Scores, sink: Tensor | None, maximum: Tensor, total: Tensor) 
 
 def softmax_sweep(
     scores: Scores, v: Tensor, sink: Tensor | None, block_tiles: list[Tile], with_output: bool
-) -> tuple[Tensor, Tensor]:
-    """Eq. 31: (lse [N, rows, 1], o [N, rows, Dv]) of the started block; o has no columns when only lse is wanted."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Eq. 31: (lse [N, rows, 1], o [N, rows, Dv], largest logits [N, rows, 1] where they are wanted) of the started block.
+
+    o has no columns when only lse is wanted.
+    """
     m, l = start(scores, sink)  # noqa: E741 - the letter of eq. 31
+    peaks = torch.full_like(m, -math.inf)
     acc = v.new_zeros(*scores.q.shape[:2], v.shape[-1] if with_output else 0, dtype=scores.dtype)
     for tile in block_tiles:
         part = scores.block.part(tile)
         s2 = scores.tile(tile)
         m_old, l_part, acc_part = m[:, part], l[:, part], acc[:, part]
-        m_new = torch.maximum(m_old, s2.amax(dim=-1, keepdim=True))
+        largest = s2.amax(dim=-1, keepdim=True)
+        if scores.call.max_logit:
+            peaks[:, part] = torch.maximum(peaks[:, part], scores.largest_logits(s2, largest))
+        m_new = torch.maximum(m_old, largest)
         m_safe = m_new.masked_fill(m_new == -math.inf, 0)
         rescale = torch.exp2(m_old - m_safe)
         p = s2.sub_(m_safe).exp2_()
@@ -128,7 +151,7 @@ def softmax_sweep(
             acc_part.mul_(rescale)
             add_product_(acc_part, p.to(v.dtype), v[:, tile.j0 : tile.j1])
         m_old.copy_(m_new)
-    return finish(scores, sink, m, l), acc.div_(l.masked_fill(l == 0, 1))
+    return finish(scores, sink, m, l), acc.div_(l.masked_fill(l == 0, 1)), peaks
 
 
 def _elastic_sweep(

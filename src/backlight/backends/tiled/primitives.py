@@ -165,6 +165,7 @@ class Scores:
         self.pair_bias = PairBias(call, slab) if call.pair_bias is not None else None
         self.intervals = Intervals(call, slab) if call.rows is not None else None
         self.tanh: Tensor | None = None
+        self.logits: Tensor | None = None
 
     def start(self, block: Block) -> None:
         self.block = block
@@ -185,6 +186,8 @@ class Scores:
         s2 = product(q, k, self.workspace.take("s", q.shape[0], q.shape[1], k.shape[2]))
         if not self.folded:
             s2.mul_(self.factor)
+        if self.keeps_logits:
+            self.logits = self.workspace.take("x", *s2.shape).copy_(s2)
         if self.spec.softcap is not None:
             self.tanh = torch.tanh(s2, out=self.workspace.take("tanh", *s2.shape))
             torch.mul(self.tanh, self.spec.softcap * LOG2E, out=s2)
@@ -193,6 +196,19 @@ class Scores:
         if self.pair_bias is not None:
             self.pair_bias.add_(s2, tile)
         return self.mask_(s2, tile)
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether the largest logits are wanted and s is not x in base 2."""
+        spec = self.spec
+        return self.call.max_logit and (spec.softcap is not None or spec.bias or spec.pair_bias)
+
+    def largest_logits(self, s2: Tensor, largest: Tensor) -> Tensor:
+        """The largest x of the rows of a tile (eq. 72), of which `largest` is that of s2 [N, rows, 1]; in natural units."""
+        if self.logits is None:
+            return largest * LN2
+        largest = self.logits.masked_fill_(s2 == -math.inf, -math.inf).amax(dim=-1, keepdim=True)
+        return largest * (LN2 if self.spec.softcap is None else self.spec.softcap)
 
     def mask_(self, tile_values: Tensor, tile: Tile) -> Tensor:
         """-inf where the spec or the mask hides a key; touches only the rectangles that an edge crosses."""

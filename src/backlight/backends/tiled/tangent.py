@@ -132,7 +132,7 @@ class _Sweep:
             elif self.elastic is None:
                 rows = self._online(block_tiles)
             else:
-                lse, _ = softmax_sweep(self.scores, self.v, self.sink, block_tiles, with_output=False)
+                lse, *_ = softmax_sweep(self.scores, self.v, self.sink, block_tiles, with_output=False)
                 rows = self._known(lse, block_tiles, fresh=True, with_tu=out.tu is not None)
             self._put(out, block, rows)
 

@@ -56,10 +56,11 @@ class TritonBackend:
     takes = frozenset(
         {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "entmax", "rows", "pos", "packed", "part"}
     )
+    order = "a program for each tile of a sequence, no sum across programs; dq, dk and dv from kernels of their own"
     # a new term has no derivatives until it is named here too
-    twice = frozenset({"causal", "window", "softcap", "bias", "sink", "gate", "rows", "pos", "packed"})
+    twice = frozenset({"causal", "window", "softcap", "bias", "sink", "gate", "pair_bias", "rows", "pos", "packed"})
     derivatives: ClassVar[dict[str, frozenset[str]]] = {
-        "tangent": twice | {"tau", "pair_bias", "part"},
+        "tangent": twice | {"tau", "part"},
         "second": twice,
     }
 
@@ -102,7 +103,7 @@ class TritonBackend:
 
         return table_in_use(device)
 
-    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         forward, _, replayed, _ = host()
         return forward(call, save_u) if interpreting() else replayed(forward, call, (), save_u, setting(call.q.dtype))
 

@@ -23,7 +23,9 @@ def backward(
     launch = Launch(call)
     out: dict[str, Tensor] = {}
     way = way_of(call) if "dpair_bias" in needs else ""
-    if way in ("", "owner") and {"dq", "dk"} <= needs and fits(launch):
+    # one kernel for all of a short head knows no low half, and who has it depends on how many heads there are
+    in_one = not (call.exact_delta and u is not None) and not call.batch_invariant
+    if way in ("", "owner") and {"dq", "dk"} <= needs and in_one and fits(launch):
         out, dpair_bias = fused_of(launch, y, lse, dy, dlse, way == "owner")
         if dpair_bias is not None:
             out["dpair_bias"] = dpair_bias
@@ -33,7 +35,7 @@ def backward(
         _, dentmax = sweep(launch, lse, dlse, rows.do if "dentmax" in needs else None, wants_slopes=False)
         out |= {} if dentmax is None else {"dentmax": dentmax}
     left = needs
-    if way in ("", "owner") and needs & {"dq", "dpair_bias"} and walks(launch, rows):
+    if way in ("", "owner") and needs & {"dq", "dpair_bias"} and not call.batch_invariant and walks(launch, rows):
         out |= dq_and_dpair_of(launch, rows, way == "owner")
         left, way = needs - {"dq", "dpair_bias"}, ""
     split(launch, rows, left, way, out)

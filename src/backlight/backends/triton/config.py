@@ -81,8 +81,10 @@ def key_kernels(call: Call) -> tuple[str, ...]:
 
 
 def second_key_kernels(call: Call) -> tuple[str, ...]:
-    """`key_kernels` of second derivatives; in fp32 too, two accumulators of wide heads are too many."""
-    return ("second_dkdv",) if width_of(call) <= 128 else ("second_dv", "second_dk")
+    """`key_kernels` of second derivatives; in fp32 too, two accumulators of wide heads are too many, and beside a pair bias and
+    its tangent those of heads wider than 64."""
+    widest = 128 if call.pair_bias is None else 64
+    return ("second_dkdv",) if width_of(call) <= widest else ("second_dv", "second_dk")
 
 
 def why_no_second(call: Call) -> tuple[str, ...]:
@@ -294,18 +296,35 @@ def _second_plain(kernel: str, narrow: bool, causal: bool) -> KernelConfig:
     return KernelConfig(32, 64, 4, 2, tma=True, direct=True) if causal else KernelConfig(32, 128, 8, 2, tma=True)
 
 
+def _second_paired(kernel: str, width: int, crowded: bool) -> KernelConfig:
+    """Tiles of a pair bias and of its tangent beside the others, crowded by a softcap or a bias by distance: those that spill
+    little or nothing on a Hopper card. Nobody has timed them."""
+    if kernel == "second_dpair":
+        return KernelConfig(64, 64, 8, 2) if width <= 64 else KernelConfig(64, 32, 8, 1)
+    if width <= 32 and not crowded:
+        return KernelConfig(64, 64, 4, 2, tma=True)
+    if kernel.startswith("second_dq"):
+        return KernelConfig(128, 32, 8, 2, tma=True) if width <= 64 else KernelConfig(64, 32, 4, 2, tma=True)
+    return KernelConfig(32, 64, 4, 2, tma=True)
+
+
 def _second(kernel: str, width: int, call: Call, shared: int) -> KernelConfig:
     """Second derivatives keep four tiles of scores in registers, a softcap two more, and twice the tensors in shared memory."""
     if call.q.dtype == torch.float32:
         # products of fp32 are unrolled: larger tiles spill thousands of bytes even of narrow heads
         return KernelConfig(16, 16, 8, 1)
     if width > 128:
-        return KernelConfig(32, 32, 8, 1) if shared >= LARGE else KernelConfig(16, 16, 4, 1)
+        # descriptors take the place of addresses, for which a pair bias leaves no registers
+        rows, tma = 16 if kernel == "second_dpair" else 32, call.pair_bias is not None
+        return KernelConfig(rows, 32, 8, 1, tma) if shared >= LARGE else KernelConfig(16, 16, 4, 1)
     narrow = width <= 64
     if kernel == "second_dbias":
         return KernelConfig(64, 64, 8, 1) if narrow and shared >= MIDDLE else KernelConfig(32, 64, 8, 1)
     if shared < LARGE:
-        return KernelConfig(32, 32, 4, 2 if shared >= MIDDLE else 1)
+        # the kernel of dpair_bias streams eight tensors, the others four
+        return KernelConfig(32, 32, 4, 2 if shared >= MIDDLE and kernel != "second_dpair" else 1)
+    if call.pair_bias is not None:
+        return _second_paired(kernel, width, call.bias is not None or call.spec.softcap is not None)
     if call.spec.softcap is None and call.bias is None:
         return _second_plain(kernel, narrow, plain_of(call) == "causal")
     step = 64 if narrow and call.spec.softcap is None else 32

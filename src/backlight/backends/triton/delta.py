@@ -38,10 +38,13 @@ class RowState(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What the pre-pass reads: rows of y, dy, u, gate, and the rest by pointers; dlse is None where there is none. slopes: W of
-    entmax, where there is a dlse."""
+    """What the pre-pass reads: rows of y, its low half, dy, u, gate, and the rest by pointers; low and dlse may be None.
+
+    slopes: W of entmax, where there is a dlse.
+    """
 
     y: Any
+    low: Any
     dy: Any
     u: Any
     gate: Any
@@ -74,6 +77,8 @@ def _delta_kernel(given, made, pitch16, packing, geometry, sq, sk, n_segments, V
     b, h, segment, i0, row, n_rows = own.b, own.h, own.segment, own.i0, own.row, own.n_rows
     lanes, exists, in_buffer = own.lanes, own.exists, own.in_buffer
     y = load_tile(at(given.y, b, h, row), given.y.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
+    if given.low is not None:
+        y += load_tile(at(given.low, b, h, row), given.low.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
     do = load_tile(at(given.dy, b, h, row), given.dy.row, 0, n_rows, BM, V.DV, V.BDV).to(tl.float32)
     delta = tl.sum(do * y, 1)
     if V.GATE:
@@ -124,7 +129,7 @@ def _delta_kernel(given, made, pitch16, packing, geometry, sq, sk, n_segments, V
 def block_of(call: Call) -> int:
     """Rows of one program. Four tensors of wide rows at a time would not fit into its registers."""
     width = padded(call.v.shape[-1])
-    crowded = width > 128 and (call.gate is not None or call.spec.keeps_u)
+    crowded = width > 128 and (call.gate is not None or call.keeps)
     return BLOCK if not crowded else BLOCK // 2 if width <= 256 else BLOCK // 4
 
 
@@ -135,6 +140,7 @@ def prepare_rows(
     call = launch.call
     slopes = None if call.entmax is None or dlse is None else sweep(launch, lse, None, None, wants_slopes=True)[0]
     y, dy = launch.readable(y), launch.readable(dy)
+    low = rows_of(launch.readable(u)) if call.exact_delta and u is not None else None
     u = y if u is None else launch.readable(u)
     dlse = None if dlse is None else compact(dlse)
     do = dgate = dy
@@ -155,7 +161,7 @@ def prepare_rows(
         launch.start(
             _delta_kernel,
             grid,
-            Given(*(rows_of(x) for x in (y, dy, u, launch.gate)), lse, dlse, launch.tau, launch.sink, slopes),
+            Given(rows_of(y), low, *(rows_of(x) for x in (dy, u, launch.gate)), lse, dlse, launch.tau, launch.sink, slopes),
             Made(*map(rows_of, (do, dgate)), rows.minus_lse2, rows.delta, rows.share, dtau, dsink),
             rows.pitch16,
             *launch.shared(call.cu_seqlens_q, block),

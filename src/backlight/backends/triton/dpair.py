@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from backlight.backends.triton.band import add_bias, head_table, table_entry
+from backlight.backends.triton.config import KernelConfig
 from backlight.backends.triton.delta import RowState
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import key_tile, load_vector, row_state, stream_tile
@@ -52,13 +53,18 @@ def member_of(number, entry_b, entry_h, own_heads, pair):
 
 @triton.jit
 def member_ds(
-    tensors, descriptors, block, j0, span, at_edge, addend, delta, frame, lengths,
-    V: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    tensors, descriptors, block, tile, values, frame, lengths, V: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """ds of the rows of a block and the keys from j0 on. addend: pair bias less lse, in base 2; lengths: of whole tensors."""
+    """ds of the rows of a block and a tile of keys: the first of them, what the rows span, whether the mask cuts it.
+
+    values: pair bias less lse, in base 2, and delta; lengths: of whole tensors.
+    """
     geometry = frame.geometry
     segment = block.segment
     q_desc, do_desc, k_desc, v_desc = descriptors
+    TMA: tl.constexpr = q_desc is not None
+    j0, span, at_edge = tile
+    addend, delta = values
     sq, sk, n_segments = lengths
     i0 = block.row - segment.q_start
     rows_place = (block.b, block.h, segment.q_start)
@@ -104,7 +110,6 @@ def _dpair_kernel(
     heads share a head of the bias, of which there are bias_heads. dpair: [groups,Bb,Hb,Sq,Sk], its batch the first two axes."""
     pair = tensors.pair
     geometry = frame.geometry
-    TMA: tl.constexpr = q_desc is not None
     key_tiles = tl.cdiv(sk, BN)
     i0, j0 = tl.program_id(0) // key_tiles * BM, tl.program_id(0) % key_tiles * BN
     group = tl.program_id(1) % groups
@@ -136,8 +141,8 @@ def _dpair_kernel(
             next_b, next_h = member_of(tl.minimum(member + 1, stop - 1), entry_b, entry_h, own_heads, pair)
             next_lse2, next_delta = row_vectors(tensors, next_b, next_h, pitch16, i0, geometry, BM)
             total += member_ds(
-                tensors, (q_desc, do_desc, k_desc, v_desc), own, j0, span, at_edge, bias + minus_lse2, delta, frame,
-                (sq, sk, n_segments), V, TMA, BM, BN,
+                tensors, (q_desc, do_desc, k_desc, v_desc), own, (j0, span, at_edge), (bias + minus_lse2, delta), frame,
+                (sq, sk, n_segments), V, BM, BN,
             )  # fmt: skip
     entries = tl.num_programs(1) // groups // bias_heads
     store_pair(tensors.dpair, (group * entries + entry_b, entry_h, i0, j0), sq, total, BM, BN)
@@ -175,8 +180,8 @@ def _packed_dpair_kernel(
             delta = load_vector(tensors.delta_ptr + offset, 0, n_rows, 0.0, BM, True)[:, None]
             at_edge = (j0 < span.low) | (j0 > span.high) | (V.INTERVALS > 0)
             ds = member_ds(
-                tensors, (q_desc, do_desc, k_desc, v_desc), block, j0, span, at_edge, bias + minus_lse2, delta, frame,
-                (sq, sk, n_segments), V, False, BM, BN,
+                tensors, (q_desc, do_desc, k_desc, v_desc), block, (j0, span, at_edge), (bias + minus_lse2, delta), frame,
+                (sq, sk, n_segments), V, BM, BN,
             )  # fmt: skip
             # other sequences may have these rows
             total += tl.where(rows < segment.sq, ds, 0.0)
@@ -279,12 +284,26 @@ def packed_dpair_of_columns(launch: Launch, columns: Tensor, members: int, own_h
     return dpair
 
 
-def dpair_by_owner(launch: Launch, rows: RowState) -> Tensor:
+class Owners(NamedTuple):
+    """Programs that own tiles of the bias: tiles of an entry, numbers as in `_dpair_kernel`, what they fill, where it lies."""
+
+    tiles: int
+    members: int
+    each: int
+    groups: int
+    own_heads: int
+    bias_heads: int
+    made: Tensor
+    target: Pair
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return self.members, self.each, self.groups, self.own_heads, self.bias_heads
+
+
+def owners_of(launch: Launch, config: KernelConfig) -> Owners:
     call = launch.call
     assert call.pair_bias is not None
-    if not (call.q.numel() and call.k.numel()):
-        return torch.zeros(call.pair_bias.shape, dtype=call.pair_bias.dtype, device=call.q.device)
-    config = launch.config("dpair")
     entries, bias_heads, sq, sk = call.pair_bias.shape
     own_heads = call.q.shape[1] // bias_heads
     members = call.sharing * own_heads
@@ -296,24 +315,50 @@ def dpair_by_owner(launch: Launch, rows: RowState) -> Tensor:
     else:
         made = torch.empty(groups, entries, bias_heads, sq, sk, dtype=torch.float32, device=call.q.device)
         target = Pair(made, bias_heads * sq * sk, sq * sk, sk, 1, 1, sq, sk)
+    return Owners(tiles, members, each, groups, own_heads, bias_heads, made, target)
+
+
+def sum_of_owners(launch: Launch, owners: Owners) -> Tensor:
+    """What they filled, in the dtype of the bias."""
+    if owners.groups == 1:
+        return owners.made
+    _, entries, bias_heads, sq, sk = owners.made.shape
+    pairs = sq * sk
+    return summed(launch, Parts(owners.made, bias_heads * pairs, pairs, entries * bias_heads * pairs, 0, 1), owners.groups, 4)
+
+
+def no_pairs(call: Call) -> Tensor | None:
+    """dpair_bias of calls without a pair."""
+    if call.q.numel() and call.k.numel():
+        return None
+    assert call.pair_bias is not None
+    return torch.zeros(call.pair_bias.shape, dtype=call.pair_bias.dtype, device=call.q.device)
+
+
+def dpair_by_owner(launch: Launch, rows: RowState) -> Tensor:
+    call = launch.call
+    assert call.pair_bias is not None
+    nothing = no_pairs(call)
+    if nothing is not None:
+        return nothing
+    config = launch.config("dpair")
+    owners = owners_of(launch, config)
     own = (rows_of(x) for x in (launch.q, launch.k, launch.v, rows.do))
     state = rows.minus_lse2, rows.delta, launch.table
     packing, geometry, *lengths = launch.shared(call.cu_seqlens_q, config.block_m)
     launch.start(
         _packed_dpair_kernel if call.varlen else _dpair_kernel,
-        (tiles, entries * bias_heads * groups),
-        Tensors(*own, *state, launch.pair_of(call.pair_bias), target),
+        (owners.tiles, call.pair_bias.shape[0] * owners.bias_heads * owners.groups),
+        Tensors(*own, *state, launch.pair_of(call.pair_bias), owners.target),
         *launch.all_described(config, (launch.q, rows.do), (launch.k, launch.v)),
-        *(members, each, groups, own_heads, bias_heads, rows.pitch16),
+        *owners.numbers,
+        rows.pitch16,
         Frame(launch.mask(config, of_rows=True), packing, geometry),
         *lengths,
         V=launch.variant,
         **config.launch,
     )
-    if groups == 1:
-        return made
-    pairs = sq * sk
-    return summed(launch, Parts(made, bias_heads * pairs, pairs, entries * bias_heads * pairs, 0, 1), groups, 4)
+    return sum_of_owners(launch, owners)
 
 
 def groups_of(members: int, tiles: int) -> tuple[int, int]:

@@ -67,14 +67,14 @@ class Launch(Preparing):
     def start_small(self, kernel: Any, programs: int, args: Sequence[Any], which: str = "") -> None:
         self.start(kernel, (programs,), *args, BLOCK=small.BLOCK, num_warps=4, enable_fp_fusion=True)
 
-    def start_rows(self, kernel: Any, name: str, tensors: Sequence[Tensor], values: Sequence[Any], **named: Any) -> None:
+    def start_rows(self, kernel: Any, name: str, tensors: Sequence[Tensor | None], values: Sequence[Any], **named: Any) -> None:
         """A kernel whose programs own rows and read K and V: `tensors` have rows, `values` are what it takes besides."""
         config = self.config(name)
         grid = self.row_grid(config.block_m)
         if grid[0] and grid[1]:
             tma, descriptors = self.descriptors(config, config.block_n, self.k, self.v)
             own = (rows_of(x) for x in (self.q, self.k, self.v))
-            others = (rows_of(x) for x in tensors)
+            others = (None if x is None else rows_of(x) for x in tensors)
             shared = (self.mask(config, of_rows=True), *self.shared(self.call.cu_seqlens_q, config.block_m))
             pair_tma, pair = self.pair(config)
             named |= {"V": self.variant, "TMA": tma, "PAIR_TMA": pair_tma, "WHOLE": self.whole_tiles(config.block_n)}

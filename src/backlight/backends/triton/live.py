@@ -43,6 +43,29 @@ class Made(NamedTuple):
     dalpha_ptr: Any
 
 
+@triton.jit
+def with_alpha(entropy, of_keys, moved, slopes, u, dp, e):
+    """Sums of rows with one tile more: of p ln p, of (e p - p ln p) dp and of slopes times dp."""
+    p = slopes * u
+    own = tl.where(u > 0, p * e * tl.log(u), 0.0)
+    entropy += tl.sum(own, 1)
+    of_keys += tl.sum((p * e - own) * dp, 1)
+    moved += tl.sum(slopes * dp, 1)
+    return entropy, of_keys, moved
+
+
+@triton.jit
+def with_sink(w, entropy, sink_ptr, lse, alpha, V: tl.constexpr):
+    """Sums of slopes and of p ln p with the sink's."""
+    e = 1 / (alpha - 1)
+    sink = tl.load(sink_ptr).to(tl.float32)
+    u0 = sink_above(sink, lse, alpha)
+    w0 = raised(u0, e, V, 1)
+    w += w0
+    entropy += tl.where(u0 > 0, w0 * u0 * e * tl.log(tl.where(u0 > 0, u0, 1.0)), 0.0)
+    return w, entropy
+
+
 @triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
 def _entmax_rows_kernel(
     given, made, k_desc, v_desc, pair_desc, frame, sq, sk, n_segments, V: tl.constexpr, PAIR_TMA: tl.constexpr,
@@ -90,18 +113,9 @@ def _entmax_rows_kernel(
             if BY_ALPHA:
                 v = key_tile(given.v, v_desc, block, j0, BN, V.DV, V.BDV, TMA)
                 dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
-                p = slopes * u
-                # p ln p
-                own = tl.where(u > 0, p * e * tl.log(u), 0.0)
-                entropy += tl.sum(own, 1)
-                of_keys += tl.sum((p * e - own) * dp, 1)
-                moved += tl.sum(slopes * dp, 1)
+                entropy, of_keys, moved = with_alpha(entropy, of_keys, moved, slopes, u, dp, e)
     if V.SINK:
-        sink = tl.load(given.sink_ptr + block.h).to(tl.float32)
-        u0 = sink_above(sink, lse, alpha)
-        w0 = raised(u0, e, V, 1)
-        w += w0
-        entropy += tl.where(u0 > 0, w0 * u0 * e * tl.log(tl.where(u0 > 0, u0, 1.0)), 0.0)
+        w, entropy = with_sink(w, entropy, given.sink_ptr + block.h, lse, alpha, V)
     weighs = w > 0
     safe_w = tl.where(weighs, w, 1.0)
     if made.slopes_ptr is not None:

@@ -104,8 +104,9 @@ def store_tile(ptr, stride, n, value, B: tl.constexpr, D: tl.constexpr, BD: tl.c
 
 @triton.jit
 def store_gated(y_rows, gate_rows, block, o, V: tl.constexpr, BM: tl.constexpr):
-    """y of a row block: o, under the gate where there is one."""
+    """y of a row block: o, under the gate where there is one; returned as it was before it was rounded."""
     if V.GATE:
         gate = own_tile(gate_rows, block, BM, V.DV, V.BDV)
         o = o * tl.sigmoid(gate.to(tl.float32))
     store_tile(at(y_rows, block.b, block.h, block.row), y_rows.row, block.n_rows, o, BM, V.DV, V.BDV)
+    return o

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from backlight.backends.triton.loads import load_vector
+from backlight.backends.triton.pair import pair_tile
 from backlight.backends.triton.primitives import LOG2E, logits_of
 
 
@@ -16,8 +17,7 @@ class Moving(NamedTuple):
     K: bool
     V: bool
     BIAS: bool
-    # some score has a tangent
-    SCORES: bool
+    PAIR: bool
     # the gradients at o and at its tangent
     DO: bool
     DTO: bool
@@ -43,6 +43,37 @@ def sums_of(sums, offset, i0, n_rows, B: tl.constexpr, CHECKED: tl.constexpr):
     eta = load_vector(sums.eta + offset, i0, n_rows, 0.0, B, CHECKED)[:, None]
     delta = load_vector(sums.delta + offset, i0, n_rows, 0.0, B, CHECKED)[:, None]
     return minus_lse2, mu, eta, delta
+
+
+class Pairs(NamedTuple):
+    """The pair bias and its tangent, and where the kernels of dq and dk leave what they have of its gradient: tiles of ds, or
+    column sums of it by a pointer to [B,Hq,Sk]; else None."""
+
+    pair: Any
+    tpair: Any
+    dpair: Any = None
+    columns_ptr: Any = None
+
+
+@triton.jit
+def add_pairs(
+    s, ts, pairs, place, sq, V: tl.constexpr, T: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TURNED: tl.constexpr
+):  # fmt: skip
+    """(base-2 logits, their tangents) of a tile with those of the pair bias; arguments as of `pair_tile`."""
+    if V.PAIR > 0:
+        s += pair_tile(pairs.pair, pairs.pair.ptr, place, sq, V, False, BM, BN, TURNED) * LOG2E
+    if T.PAIR:
+        ts += pair_tile(pairs.tpair, pairs.tpair.ptr, place, sq, V, False, BM, BN, TURNED)
+    return s, ts
+
+
+@triton.jit
+def product(a, b, WANTED: tl.constexpr, V: tl.constexpr):
+    """a b^T, or zero."""
+    total = 0.0
+    if WANTED:
+        total = tl.dot(a, tl.trans(b), input_precision=V.PRECISION)
+    return total
 
 
 @triton.jit
@@ -100,3 +131,9 @@ def score_gradient(p, c, delta, part, slope, V: tl.constexpr):
     if V.SOFTCAP:
         dx = dx * slope
     return dx
+
+
+@triton.jit
+def ds_of(p, ta, b, eta, c, delta):
+    """ds of eq. 58, of which dbias and dpair_bias are sums."""
+    return p * (c - delta) + ta * (b - eta)

@@ -1,5 +1,6 @@
 """Backward through the tangent and double backward without tau (eq. 56-58), in the split form of `backward.py`: rows first,
-then a kernel that owns rows (dq), one that owns keys (dk, dv), one that owns distances (dbias).
+then a kernel that owns rows (dq), one that owns keys (dk, dv), one that owns distances (dbias), one that owns pairs which are
+shared (dpair_bias).
 
 Gradients at tangents are those of an ordinary backward of the gradients that came in at ty and tlse. Every result repeats
 bitwise, and nothing is of the size of the scores. Parity contract: tests/interpreted.
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 
 from backlight.backends.triton.backward import backward
+from backlight.backends.triton.dpair import dpair_of_columns, empty_columns, empty_tiles, way_of
 from backlight.backends.triton.launch import Launch
 from backlight.backends.triton.second_dbias import second_dbias_of
 from backlight.backends.triton.second_dkdv import second_dkdv_of
+from backlight.backends.triton.second_dpair import second_dpair_by_owner
 from backlight.backends.triton.second_dq import second_dq_of
 from backlight.backends.triton.second_rows import prepare_second_rows
 from backlight.call import Call
@@ -51,10 +54,17 @@ def _by_inputs(
     launch = Launch(call)
     out: dict[str, Tensor] = {}
     given = prepare_second_rows(launch, tangents, results, incoming, out)
-    if "dq" in needs:
-        out["dq"] = second_dq_of(launch, given)
-    if needs & {"dk", "dv"}:
-        out["dk"], out["dv"] = second_dkdv_of(launch, given)
+    way = way_of(call) if "dpair_bias" in needs else ""
+    if "dq" in needs or way == "tiles":
+        tiles = empty_tiles(launch) if way == "tiles" else None
+        out["dq"] = second_dq_of(launch, given, tiles)
+        out |= {} if tiles is None else {"dpair_bias": tiles}
+    if needs & {"dk", "dv"} or way == "columns":
+        columns = empty_columns(launch) if way == "columns" else None
+        out["dk"], out["dv"] = second_dkdv_of(launch, given, columns)
+        out |= {} if columns is None else {"dpair_bias": dpair_of_columns(launch, columns)}
+    if way == "owner":
+        out["dpair_bias"] = second_dpair_by_owner(launch, given)
     if "dbias" in needs:
         out["dbias"] = second_dbias_of(launch, given)
     return {name: out[name] for name in needs}

@@ -10,7 +10,15 @@ from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.config import second_key_kernels
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import at, load_tile, row_state, row_tile, store_tile, stream_tile
-from backlight.backends.triton.moving import score_gradient, scores_and_cap, tangent_gradient
+from backlight.backends.triton.moving import (
+    add_pairs,
+    below_cap,
+    ds_of,
+    score_gradient,
+    scores_and_cap,
+    tangent_gradient,
+)
+from backlight.backends.triton.pair import pair_place
 from backlight.backends.triton.primitives import Sight, cut_rows, row_span, segment_of, tile_weights
 from backlight.backends.triton.second_rows import Prepared
 from backlight.backends.triton.visits import intervals_of, tiles_of, visited, visits_of
@@ -19,7 +27,7 @@ from backlight.backends.triton.visits import intervals_of, tiles_of, visited, vi
 @triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
 def _second_dkdv_kernel(
     q_rows, tq_rows, do_rows, dto_rows, q_desc, tq_desc, do_desc, dto_desc, k_rows, v_rows, tk_rows, tv_rows, dk_rows, dv_rows,
-    sums, table_ptr, ttable_ptr, scale, pitch16, mask, packing, geometry, sq, sk, n_segments,
+    sums, table_ptr, ttable_ptr, pairs, scale, pitch16, mask, packing, geometry, sq, sk, n_segments,
     V: tl.constexpr, T: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, TMA: tl.constexpr, DIRECT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -59,6 +67,8 @@ def _second_dkdv_kernel(
         visits = visits_of(span, mask, batch, h, tl.program_id(0), tl.num_programs(0) + 1, row_tiles, geometry, V, BM)
         intervals = intervals_of(mask, batch, h, segment, whole_sq, sk, n_segments, geometry, V, BN)
         sight = Sight(intervals, segment, packing)
+        if pairs.columns_ptr is not None:
+            column = tl.zeros([BN], tl.float32)
         if visits.start < visits.stop:
             for step in range(visits.start, visits.stop, BM):
                 i0, at_edge = visited(step, visits, V, BM)
@@ -77,9 +87,8 @@ def _second_dkdv_kernel(
                         tx = tl.dot(tk, tl.trans(q), input_precision=V.PRECISION)
                 s, tanh, slope = scores_and_cap(t, minus_lse2, geometry, V)
                 tx = tx * scale
-                ts = tx
-                if V.SOFTCAP:
-                    ts = tx * slope
+                place = pair_place(batch, h, i0, j0, segment, V)
+                s, ts = add_pairs(s, below_cap(tx, slope, V), pairs, place, sq, V, T, BM, BN, True)
                 entry = table_entry(i0 + shift - j0 + geometry.bias_origin, geometry, False)
                 if V.BIAS:
                     s = add_bias(s, geometry.unit, own_table_ptr, entry, i0, span, geometry, V, BN, BM)
@@ -120,23 +129,29 @@ def _second_dkdv_kernel(
                         else:
                             c = tl.dot(tv, tl.trans(dto), input_precision=V.PRECISION)
                     delta = row_tile(sums.delta + offset, i0, sq, 0.0, V, DIRECT, BN, BM)
+                    if pairs.columns_ptr is not None:
+                        column += tl.sum(ds_of(p, ta, b, eta, c, delta), 1)
                     dx = score_gradient(p, c, delta, part, slope, V)
                     dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=V.PRECISION)
+        if pairs.columns_ptr is not None:
+            at_key = tl.cast(batch * geometry.heads + h, tl.int64) * sk + first + tl.arange(0, BN)
+            tl.store(pairs.columns_ptr + at_key, column, mask=tl.arange(0, BN) < n_keys)
     if WANT_DK:
         store_tile(at(dk_rows, batch, g, first), dk_rows.row, n_keys, dk * scale, BN, V.D, V.BD)
     if WANT_DV:
         store_tile(at(dv_rows, batch, g, first), dv_rows.row, n_keys, dv, BN, V.DV, V.BDV)
 
 
-def second_dkdv_of(launch: Launch, given: Prepared) -> tuple[Tensor, Tensor]:
+def second_dkdv_of(launch: Launch, given: Prepared, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """columns [B,Hq,Sk] is filled with the column sums of ds."""
     call = launch.call
     dk, dv = torch.empty_like(call.k), torch.empty_like(call.v)
     for kernel in second_key_kernels(call):
-        _start(kernel, launch, given, dk, dv)
+        _start(kernel, launch, given, dk, dv, columns if "dk" in kernel else None)
     return dk, dv
 
 
-def _start(kernel: str, launch: Launch, given: Prepared, dk: Tensor, dv: Tensor) -> None:
+def _start(kernel: str, launch: Launch, given: Prepared, dk: Tensor, dv: Tensor, columns: Tensor | None) -> None:
     call = launch.call
     config = launch.config(kernel)
     grid = launch.key_grid(config.block_n)
@@ -152,6 +167,7 @@ def _start(kernel: str, launch: Launch, given: Prepared, dk: Tensor, dv: Tensor)
             given.sums,
             launch.table,
             given.ttable,
+            given.pairs(launch, columns=columns),
             float(call.scale),
             given.pitch16,
             launch.mask(config, of_rows=False),

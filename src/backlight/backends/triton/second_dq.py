@@ -8,7 +8,18 @@ from torch import Tensor
 from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.launch import Launch, rows_of
 from backlight.backends.triton.loads import at, key_tile, own_tile, row_state, store_tile
-from backlight.backends.triton.moving import add_product, below_cap, score_gradient, scores_and_cap, sums_of, tangent_gradient
+from backlight.backends.triton.moving import (
+    add_pairs,
+    add_product,
+    below_cap,
+    ds_of,
+    product,
+    score_gradient,
+    scores_and_cap,
+    sums_of,
+    tangent_gradient,
+)
+from backlight.backends.triton.pair import block_place, store_pair
 from backlight.backends.triton.primitives import Sight, keys_of, row_block, tile_weights
 from backlight.backends.triton.second_rows import Prepared
 from backlight.backends.triton.visits import visited
@@ -17,7 +28,7 @@ from backlight.backends.triton.visits import visited
 @triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
 def _second_dq_kernel(
     q_rows, k_rows, v_rows, tq_rows, tk_rows, tv_rows, do_rows, dto_rows, dq_rows, k_desc, v_desc, tk_desc, tv_desc, sums,
-    table_ptr, ttable_ptr, scale, pitch16, mask, packing, geometry, sq, sk, n_segments,
+    table_ptr, ttable_ptr, pairs, scale, pitch16, mask, packing, geometry, sq, sk, n_segments,
     V: tl.constexpr, T: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     block = row_block(packing, sq, sk, n_segments, geometry, V, BM)
@@ -25,6 +36,7 @@ def _second_dq_kernel(
     ttable_ptr = head_table(ttable_ptr, block.h, geometry, True)
     key_lanes = tl.arange(0, BN)[None, :]
     q = own_tile(q_rows, block, BM, V.D, V.BD)
+    tq, do, dto = q, q, q
     if T.Q:
         tq = own_tile(tq_rows, block, BM, V.D, V.BD)
     if T.DO:
@@ -42,34 +54,33 @@ def _second_dq_kernel(
             j0, at_edge = visited(step, visits, V, BN)
             k = key_tile(k_rows, k_desc, block, j0, BN, V.D, V.BD, TMA)
             t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
-            tx = 0.0
-            if T.Q:
-                tx = tl.dot(tq, tl.trans(k), input_precision=V.PRECISION)
+            tx = product(tq, k, T.Q, V)
             if T.K:
                 tk = key_tile(tk_rows, tk_desc, block, j0, BN, V.D, V.BD, TMA)
                 tx = add_product(tx, q, tk, T.Q, V)
             s, tanh, slope = scores_and_cap(t, minus_lse2, geometry, V)
             tx = tx * scale
-            ts = below_cap(tx, slope, V)
+            place = block_place(block, j0, V)
+            s, ts = add_pairs(s, below_cap(tx, slope, V), pairs, place, block.segment.sq, V, T, BM, BN, False)
             entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
             if V.BIAS:
                 s = add_bias(s, geometry.unit, table_ptr, entry, j0, span, geometry, V, BM, BN)
             if T.BIAS:
                 ts = add_bias(ts + tl.zeros([BM, BN], tl.float32), 1.0, ttable_ptr, entry, j0, span, geometry, V, BM, BN)
             # after the branches of the bias (dq.py)
-            b, c = 0.0, 0.0
             v = key_tile(v_rows, v_desc, block, j0, BN, V.DV, V.BDV, TMA)
-            if T.DTO:
-                b = tl.dot(dto, tl.trans(v), input_precision=V.PRECISION)
-            if T.DO:
-                c = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
+            b = product(dto, v, T.DTO, V)
+            c = product(do, v, T.DO, V)
             if T.DTO and T.V:
                 tv = key_tile(tv_rows, tv_desc, block, j0, BN, V.DV, V.BDV, TMA)
                 c = add_product(c, dto, tv, T.DO, V)
             if V.INTERVALS == 0:
                 at_edge = (j0 < span.low) | (j0 > span.high)
             p, _ = tile_weights(s, 0.0, 0.0, block.position, j0 + key_lanes, at_edge, sight, geometry, V, BN)
-            dtx, part = tangent_gradient(p, p * (ts - mu), tx, tanh, slope, b, eta, geometry, V, T)
+            ta = p * (ts - mu)
+            if pairs.dpair is not None:
+                store_pair(pairs.dpair, place, block.segment.sq, ds_of(p, ta, b, eta, c, delta), BM, BN)
+            dtx, part = tangent_gradient(p, ta, tx, tanh, slope, b, eta, geometry, V, T)
             if T.K:
                 dq = tl.dot(dtx.to(k.dtype), tk, dq, input_precision=V.PRECISION)
             dx = score_gradient(p, c, delta, part, slope, V)
@@ -77,7 +88,8 @@ def _second_dq_kernel(
     store_tile(at(dq_rows, block.b, block.h, block.row), dq_rows.row, block.n_rows, dq * scale, BM, V.D, V.BD)
 
 
-def second_dq_of(launch: Launch, given: Prepared) -> Tensor:
+def second_dq_of(launch: Launch, given: Prepared, dpair: Tensor | None = None) -> Tensor:
+    """Fills the tiles of dpair that it visits."""
     call = launch.call
     dq = torch.empty_like(call.q)
     config = launch.config("second_dq_of_both" if given.moving.DO and given.moving.DTO else "second_dq")
@@ -92,6 +104,7 @@ def second_dq_of(launch: Launch, given: Prepared) -> Tensor:
             given.sums,
             launch.table,
             given.ttable,
+            given.pairs(launch, dpair=dpair),
             float(call.scale),
             given.pitch16,
             launch.mask(config, of_rows=True),

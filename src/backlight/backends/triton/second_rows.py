@@ -12,7 +12,7 @@ from backlight.backends.triton.config import padded
 from backlight.backends.triton.delta import BLOCK
 from backlight.backends.triton.launch import Launch, compact, rows_of
 from backlight.backends.triton.loads import at, own_tile, row_state, store_tile
-from backlight.backends.triton.moving import Moving, RowSums
+from backlight.backends.triton.moving import Moving, Pairs, RowSums
 from backlight.backends.triton.primitives import LOG2E, own_rows, sink_weight
 from backlight.backends.triton.table import table_of
 
@@ -38,12 +38,17 @@ class Prepared(NamedTuple):
     do: Tensor
     dto: Tensor
     ttable: Tensor
+    tpair: Tensor | None
     sums: RowSums
     moving: Moving
 
     @property
     def pitch16(self) -> int:
         return self.sums.mu.shape[-1] // 16
+
+    def pairs(self, launch: Launch, dpair: Tensor | None = None, columns: Tensor | None = None) -> Pairs:
+        made = None if dpair is None else launch.pair_of(dpair)
+        return Pairs(launch.pair_of(launch.call.pair_bias), launch.pair_of(self.tpair), made, columns)
 
 
 @triton.jit(do_not_specialize=["pitch16", "sq", "sk", "n_segments"])
@@ -174,7 +179,7 @@ def _prepared(
         for name, own in (("q", launch.q), ("k", launch.k), ("v", launch.v))
     )
     ttable = table_of(launch.start, tangents["bias"], 1.0) if "bias" in tangents else launch.table
-    present = [name in tangents for name in ("q", "k", "v", "bias")]
-    moves = not {"q", "k", "bias"}.isdisjoint(tangents)
-    moving = Moving(*present, moves, *(x is not None for x in gradients))
-    return Prepared(tq, tk, tv, *(y if x is None else x for x in gradients), ttable, sums, moving)
+    present = [name in tangents for name in ("q", "k", "v", "bias", "pair_bias")]
+    moving = Moving(*present, *(x is not None for x in gradients))
+    given = (y if x is None else x for x in gradients)
+    return Prepared(tq, tk, tv, *given, ttable, tangents.get("pair_bias"), sums, moving)

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.config import LARGE, MIDDLE, KernelConfig, width_of
 from backlight.backends.triton.device import device_of
 from backlight.backends.triton.forward import softmax_of
@@ -22,14 +21,22 @@ from backlight.backends.triton.primitives import (
     LOG2E,
     Sight,
     keys_of,
-    logits_of,
     own_counts,
     positive,
     row_block,
     tile_weights,
     visible_count,
 )
-from backlight.backends.triton.tangent_steps import moved_scores, reference, sink_moves, start_tangent
+from backlight.backends.triton.tangent_steps import (
+    Own,
+    both_scores,
+    moves,
+    own_lse,
+    own_queries,
+    own_tables,
+    sink_moves,
+    start_tangent,
+)
 from backlight.backends.triton.visits import visited
 from backlight.call import Call
 from backlight.config import resolve
@@ -71,17 +78,11 @@ def _tangent_elastic_kernel(
     TMA: tl.constexpr = k_desc is not None
     block = row_block(frame.packing, sq, sk, n_segments, geometry, V, BM)
     packing = own_counts(frame.packing, block.b, block.h, sq, geometry, V)
-    table_ptr = head_table(values.table_ptr, block.h, geometry, True)
-    ttable_ptr = head_table(values.ttable_ptr, block.h, geometry, True)
+    table_ptr, ttable_ptr = own_tables(values, block, geometry)
     key_lanes = tl.arange(0, BN)[None, :]
     rows = tl.arange(0, BM)
-    q = own_tile(tensors.q, block, BM, V.D, V.BD)
-    tq = q
-    if T.Q:
-        tq = own_tile(tensors.tq, block, BM, V.D, V.BD)
-    offset = tl.cast(block.b * geometry.heads + block.h, tl.int64) * sq + block.row + rows
-    lse = tl.load(values.lse_ptr + offset, mask=rows < block.n_rows, other=float("-inf"))
-    sees_nothing = lse == float("-inf")
+    q, tq = own_queries(tensors, block, V, T, BM)
+    offset, lse, sees_nothing = own_lse(values, block, sq, geometry, BM)
     lse2 = tl.where(sees_nothing, 0.0, lse * LOG2E)[:, None]
     n = visible_count(block.position, block.segment, packing, geometry, V)
     tau = tl.load(values.tau_ptr + block.h).to(tl.float32)
@@ -103,20 +104,8 @@ def _tangent_elastic_kernel(
     if visits.start < visits.stop:
         for step in range(visits.start, visits.stop, BN):
             j0, at_edge = visited(step, visits, V, BN)
-            k = key_tile(tensors.k, k_desc, block, j0, BN, V.D, V.BD, TMA)
-            t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
-            tk = k
-            if T.K:
-                tk = key_tile(tensors.tk, tk_desc, block, j0, BN, V.D, V.BD, TMA)
-            ts = moved_scores(q, tq, k, tk, values.scale, BM, BN, V, T)
-            s, slope = logits_of(t, geometry.unit, -lse2, geometry, V, "apart" if T.SCORES else "none")
-            if V.SOFTCAP and T.SCORES:
-                ts = ts * slope
-            entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
-            if V.BIAS:
-                s = add_bias(s, geometry.unit, table_ptr, entry, j0, span, geometry, V, BM, BN)
-            if T.BIAS:
-                ts = add_bias(ts, 1.0, ttable_ptr, entry, j0, span, geometry, V, BM, BN)
+            own = Own(block, q, tq, -lse2, table_ptr, ttable_ptr, span)
+            s, ts = both_scores(own, tensors, k_desc, tk_desc, values.scale, j0, geometry, V, T, BN)
             if V.INTERVALS == 0:
                 at_edge = (j0 < span.low) | (j0 > span.high)
             keys = j0 + key_lanes
@@ -132,11 +121,7 @@ def _tangent_elastic_kernel(
                 tu = tl.dot(alive, tv, tu, input_precision=V.PRECISION)
                 w = tl.dot(weights, tv, w, input_precision=V.PRECISION)
             if T.SCORES:
-                if waiting > 0:
-                    nu, opened = reference(p, ts, nu, opened)
-                    waiting = (tl.min(opened, 0) == 0).to(tl.int32)
-                g = p * (ts - nu[:, None])
-                e += tl.sum(g, 1)
+                g, nu, opened, waiting, e = moves(p, ts, nu, opened, waiting, e)
                 w = tl.dot(tl.where(a > 0, g, 0.0).to(v.dtype), v, w, input_precision=V.PRECISION)
     if V.SINK:
         e += sink_moves(values, lse, nu, block.h, sees_nothing, T)

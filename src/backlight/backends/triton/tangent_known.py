@@ -7,10 +7,9 @@ The second sweep of eq. 53 without tau: weights are normalised from the start an
 import triton
 import triton.language as tl
 
-from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.loads import at, key_tile, own_tile, store_tile
-from backlight.backends.triton.primitives import LOG2E, Sight, keys_of, logits_of, row_block, tile_weights
-from backlight.backends.triton.tangent_steps import moved_scores, reference, sink_moves
+from backlight.backends.triton.primitives import LOG2E, Sight, keys_of, row_block, tile_weights
+from backlight.backends.triton.tangent_steps import Own, both_scores, moves, own_lse, own_queries, own_tables, sink_moves
 from backlight.backends.triton.visits import visited
 
 
@@ -22,17 +21,11 @@ def _tangent_known_kernel(
     geometry = frame.geometry
     TMA: tl.constexpr = k_desc is not None
     block = row_block(frame.packing, sq, sk, n_segments, geometry, V, BM)
-    table_ptr = head_table(values.table_ptr, block.h, geometry, True)
-    ttable_ptr = head_table(values.ttable_ptr, block.h, geometry, True)
+    table_ptr, ttable_ptr = own_tables(values, block, geometry)
     key_lanes = tl.arange(0, BN)[None, :]
-    q = own_tile(tensors.q, block, BM, V.D, V.BD)
-    tq = q
-    if T.Q:
-        tq = own_tile(tensors.tq, block, BM, V.D, V.BD)
+    q, tq = own_queries(tensors, block, V, T, BM)
     rows = tl.arange(0, BM)
-    offset = tl.cast(block.b * geometry.heads + block.h, tl.int64) * sq + block.row + rows
-    lse = tl.load(values.lse_ptr + offset, mask=rows < block.n_rows, other=float("-inf"))
-    sees_nothing = lse == float("-inf")
+    offset, lse, sees_nothing = own_lse(values, block, sq, geometry, BM)
     minus_lse2 = tl.where(sees_nothing, float("-inf"), -lse * LOG2E)[:, None]
     e = tl.zeros([BM], tl.float32)
     # the sum of g as it is multiplied with v: what v has in common cancels exactly then
@@ -44,24 +37,12 @@ def _tangent_known_kernel(
     BDV: tl.constexpr = V.BDV
     w = tl.zeros([BM, BDV], tl.float32)
     span, visits, intervals = keys_of(block, frame.mask, sq, sk, n_segments, geometry, V, BN)
+    own = Own(block, q, tq, minus_lse2, table_ptr, ttable_ptr, span)
     sight = Sight(intervals, block.segment, frame.packing)
     if visits.start < visits.stop:
         for step in range(visits.start, visits.stop, BN):
             j0, at_edge = visited(step, visits, V, BN)
-            k = key_tile(tensors.k, k_desc, block, j0, BN, V.D, V.BD, TMA)
-            t = tl.dot(q, tl.trans(k), input_precision=V.PRECISION)
-            tk = k
-            if T.K:
-                tk = key_tile(tensors.tk, tk_desc, block, j0, BN, V.D, V.BD, TMA)
-            ts = moved_scores(q, tq, k, tk, values.scale, BM, BN, V, T)
-            s, slope = logits_of(t, geometry.unit, minus_lse2, geometry, V, "apart" if T.SCORES else "none")
-            if V.SOFTCAP and T.SCORES:
-                ts = ts * slope
-            entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
-            if V.BIAS:
-                s = add_bias(s, geometry.unit, table_ptr, entry, j0, span, geometry, V, BM, BN)
-            if T.BIAS:
-                ts = add_bias(ts, 1.0, ttable_ptr, entry, j0, span, geometry, V, BM, BN)
+            s, ts = both_scores(own, tensors, k_desc, tk_desc, values.scale, j0, geometry, V, T, BN)
             if V.INTERVALS == 0:
                 at_edge = (j0 < span.low) | (j0 > span.high)
             keys = j0 + key_lanes
@@ -71,11 +52,7 @@ def _tangent_known_kernel(
                 tv = key_tile(tensors.tv, tv_desc, block, j0, BN, V.DV, V.BDV, TMA)
                 w = tl.dot(p.to(v.dtype), tv, w, input_precision=V.PRECISION)
             if T.SCORES:
-                if waiting > 0:
-                    nu, opened = reference(p, ts, nu, opened)
-                    waiting = (tl.min(opened, 0) == 0).to(tl.int32)
-                g = p * (ts - nu[:, None])
-                e += tl.sum(g, 1)
+                g, nu, opened, waiting, e = moves(p, ts, nu, opened, waiting, e)
                 g_cast = g.to(v.dtype)
                 e_cast += tl.sum(g_cast.to(tl.float32), 1)
                 w = tl.dot(g_cast, v, w, input_precision=V.PRECISION)

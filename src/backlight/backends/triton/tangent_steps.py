@@ -6,9 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from backlight.backends.triton.band import add_bias, head_table, table_entry
 from backlight.backends.triton.config import KernelConfig
 from backlight.backends.triton.launch import Launch, compact, rows_of
-from backlight.backends.triton.primitives import Frame, sink_weight
+from backlight.backends.triton.loads import key_tile, own_tile
+from backlight.backends.triton.primitives import Frame, logits_of, sink_weight
 from backlight.backends.triton.table import table_of
 
 
@@ -58,6 +60,76 @@ class Values(NamedTuple):
     ttau_ptr: Any
     tsink_ptr: Any
     scale: Any
+
+
+class Own(NamedTuple):
+    """What a row block with known lse brings to every tile of keys. minus_lse2: [BM, 1], in base 2."""
+
+    block: Any
+    q: Any
+    tq: Any
+    minus_lse2: Any
+    table_ptr: Any
+    ttable_ptr: Any
+    span: Any
+
+
+@triton.jit
+def own_queries(tensors, block, V: tl.constexpr, T: tl.constexpr, BM: tl.constexpr):
+    """q and its tangent; where there is none, nobody asks for it."""
+    q = own_tile(tensors.q, block, BM, V.D, V.BD)
+    tq = q
+    if T.Q:
+        tq = own_tile(tensors.tq, block, BM, V.D, V.BD)
+    return q, tq
+
+
+@triton.jit
+def own_lse(values, block, sq, geometry, BM: tl.constexpr):
+    """(where lse of the rows is, lse, which rows see nothing)."""
+    rows = tl.arange(0, BM)
+    offset = tl.cast(block.b * geometry.heads + block.h, tl.int64) * sq + block.row + rows
+    lse = tl.load(values.lse_ptr + offset, mask=rows < block.n_rows, other=float("-inf"))
+    return offset, lse, lse == float("-inf")
+
+
+@triton.jit
+def own_tables(values, block, geometry):
+    return head_table(values.table_ptr, block.h, geometry, True), head_table(values.ttable_ptr, block.h, geometry, True)
+
+
+@triton.jit
+def both_scores(own, tensors, k_desc, tk_desc, scale, j0, geometry, V: tl.constexpr, T: tl.constexpr, BN: tl.constexpr):
+    """s less lse, in base 2, and its tangent of a tile of keys (eq. 47)."""
+    TMA: tl.constexpr = k_desc is not None
+    BM: tl.constexpr = own.q.shape[0]
+    block = own.block
+    k = key_tile(tensors.k, k_desc, block, j0, BN, V.D, V.BD, TMA)
+    t = tl.dot(own.q, tl.trans(k), input_precision=V.PRECISION)
+    tk = k
+    if T.K:
+        tk = key_tile(tensors.tk, tk_desc, block, j0, BN, V.D, V.BD, TMA)
+    ts = moved_scores(own.q, own.tq, k, tk, scale, BM, BN, V, T)
+    s, slope = logits_of(t, geometry.unit, own.minus_lse2, geometry, V, "apart" if T.SCORES else "none")
+    if V.SOFTCAP and T.SCORES:
+        ts = ts * slope
+    entry = table_entry(block.first_position - j0 + geometry.bias_origin, geometry, True)
+    if V.BIAS:
+        s = add_bias(s, geometry.unit, own.table_ptr, entry, j0, own.span, geometry, V, BM, BN)
+    if T.BIAS:
+        ts = add_bias(ts, 1.0, own.ttable_ptr, entry, j0, own.span, geometry, V, BM, BN)
+    return s, ts
+
+
+@triton.jit
+def moves(p, ts, nu, opened, waiting, e):
+    """g of a tile, the rows' reference with what it settles, and e with the tile's part."""
+    if waiting > 0:
+        nu, opened = reference(p, ts, nu, opened)
+        waiting = (tl.min(opened, 0) == 0).to(tl.int32)
+    g = p * (ts - nu[:, None])
+    e += tl.sum(g, 1)
+    return g, nu, opened, waiting, e
 
 
 @triton.jit

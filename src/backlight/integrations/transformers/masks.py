@@ -104,8 +104,9 @@ def attention_mask(
         attention_mask = None
     if attention_mask is None and pattern.packed is None and (whole or not pattern.causal):
         return None
-    if mask_function is not None and q_length == 1 and pattern.causal and pattern.packed is None and not whole:
-        # a step with a cache that has room: one row of a dense mask is small, and packing would copy the cache
+    if mask_function is not None and q_length == 1 and pattern.causal and pattern.packed is None:
+        # a step with a cache: one row of a dense mask is small, and packing would copy the cache. Masks have one shape then,
+        # whether the cache has room or is full, and exporters join those of two steps.
         return dense_of_function(mask_function, attention_mask, sizes, offsets, device)
     keys = torch.ones(batch_size, kv_length, dtype=PADDING, device=device)
     if pattern.packed is not None:

@@ -98,6 +98,8 @@ class Variant(NamedTuple):
     SLOTS: int = 1
     # row intervals of a key: 0 without such a mask, which has causal and window folded in
     INTERVALS: int = 0
+    # dq is added in a fixed order (order.py)
+    ORDERED: bool = False
 
 
 @arguments
@@ -138,6 +140,7 @@ class Backward(Sizes):
     most: Maybe
     few: Maybe
     together_if_few: Maybe
+    order_ptr: Maybe
     V: gl.constexpr
     buffers: Maybe
     Q_EMPTY: gl.constexpr

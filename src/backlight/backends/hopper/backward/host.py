@@ -10,6 +10,7 @@ from backlight.backends.hopper.backward.dbias_ordered import ordered_dbias
 from backlight.backends.hopper.backward.dq_convert import convert_dq
 from backlight.backends.hopper.backward.dq_rows import split_dq
 from backlight.backends.hopper.backward.launch import main_dk_dv, narrow_dk_dv
+from backlight.backends.hopper.backward.order import can_be_ordered
 from backlight.backends.hopper.backward.prepass import prepass
 from backlight.backends.hopper.config import backward_config
 from backlight.backends.hopper.launch import Launch
@@ -26,15 +27,16 @@ def backward(
     if launch.sq == 0 or launch.sk == 0 or launch.batch == 0:
         return {name: _without_pairs(call, name, lse, dlse) for name in needs}
     config = launch.once("backward", lambda: backward_config(call))
-    split = config.split or call.deterministic or "dq" not in needs
+    ordered = call.deterministic and config.ordered and can_be_ordered(call, config.wide)
+    split = config.split or (call.deterministic and not ordered) or "dq" not in needs
     rows = prepass(launch, config, y, lse, u, dy, dlse, not split, out, needs)
     # diagonals are added in the order in which CTAs come, and need the fragments of 128 keys
     fused = "dbias" in needs and not (call.deterministic or config.wide)
     diagonals = Diagonals.of(launch) if fused else None
-    if config.narrow and not split:
+    if config.narrow and not split and not ordered:
         narrow_dk_dv(launch, rows, dk, dv)
     elif needs & {"dk", "dv"} or fused or not split:
-        main_dk_dv(launch, rows, dk, dv, diagonals, split)
+        main_dk_dv(launch, rows, dk, dv, diagonals, split, ordered and not split)
     if "dq" in needs:
         split_dq(launch, rows, dq) if split else convert_dq(launch, rows, dq)
     if "dbias" in needs:

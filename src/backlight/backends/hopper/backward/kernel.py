@@ -128,14 +128,15 @@ def _bwd_kernel(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, lse_desc, delta_desc,
     acc_desc, acc_ptr, share_desc, diagonals_desc, terms, packing, counter_ptr,
     dynamic, counter, n_segments, n_tiles, key_tiles, row_tiles, together, heads, group, sq, sk, left, right,
-    units, n_bias, origin, mask, mask_batch, mask_head, most, few, together_if_few, V: gl.constexpr,
+    units, n_bias, origin, mask, mask_batch, mask_head, most, few, together_if_few, order_ptr, V: gl.constexpr,
 ):  # fmt: skip
     buffers = memory_of(q_desc, lse_desc, V)
     p = Backward(
         heads, group, sq, sk, left, right, q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, lse_desc, delta_desc,
         acc_desc, acc_ptr, share_desc, diagonals_desc, terms, packing, counter_ptr,
         dynamic, counter, n_segments, n_tiles, key_tiles, row_tiles, together,
-        units, n_bias, origin, mask, mask_batch, mask_head, most, few, together_if_few, V, buffers, Q_EMPTY, do_empty(V.ST),
+        units, n_bias, origin, mask, mask_batch, mask_head, most, few, together_if_few, order_ptr,
+        V, buffers, Q_EMPTY, do_empty(V.ST),
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize([(gradients, (p,)), (loader, (p,)), (reducer, (p,))], [1, 1], [24, 24])

@@ -2,6 +2,7 @@
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from backlight.backends.hopper.arguments import Packing
@@ -78,7 +79,7 @@ def mask_arguments(launch: Launch, rows: Rows, tiles: LiveTiles | None) -> tuple
     return mask, tiles.batch_step * owned, tiles.head_step * owned, tiles.most, few, together
 
 
-def main_variant(launch: Launch, rows: Rows, diagonals: Diagonals | None, split: bool) -> Variant:
+def main_variant(launch: Launch, rows: Rows, diagonals: Diagonals | None, split: bool, ordered: bool) -> Variant:
     call, config, spec = launch.call, rows.config, launch.call.spec
     return Variant(
         **launch.widths,
@@ -99,12 +100,17 @@ def main_variant(launch: Launch, rows: Rows, diagonals: Diagonals | None, split:
         BAND_FIRST=call.bias is not None and spec.right is not None and spec.bias_origin >= spec.right,
         SLOTS=1 if diagonals is None else diagonals.acc.shape[0],
         INTERVALS=intervals_of(call),
+        ORDERED=ordered,
     )
 
 
-def main_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, diagonals: Diagonals | None, split: bool) -> None:
+def main_dk_dv(
+    launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, diagonals: Diagonals | None, split: bool, ordered: bool = False
+) -> None:
     """dk and dv, and unless `split` the accumulated dq; sums of ds where there are `diagonals`."""
     call, config, share = launch.call, rows.config, rows.share
+    heads = launch.batch * launch.heads
+    order = torch.zeros(heads * rows.tiles, dtype=torch.int32, device=call.q.device) if ordered else None
     cu_q, cu_k, cu_tiles, n_segments = launch.packing(call.cu_seqlens_k, config.block_n)
     packing = Packing(cu_q, cu_k, cu_tiles, rows.first_tiles)
     terms = Terms(launch.table, launch.tau)
@@ -126,14 +132,16 @@ def main_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor, diagonals: Di
             units_of(call),
             *table_numbers(call),
             *mask_arguments(launch, rows, visiting),
+            order,
         ]
-        constants = {"V": main_variant(launch, rows, diagonals, split)}
+        constants = {"V": main_variant(launch, rows, diagonals, split, ordered)}
         return {"grid": (programs,), "args": args, "constants": constants, "num_warps": 8, "maxnreg": 168, **LATE_ADDRESSES}
 
     sums = None if diagonals is None else diagonals.acc
     mask = () if visiting is None else (visiting.folded, visiting.live, visiting.counts)
     state = (rows.lse2, rows.delta, acc, share, sums)
-    launch.start(_bwd_kernel, (call.q, rows.do, call.k, call.v, dk, dv, *state, *terms, *packing, rows.delta, *mask), describe)
+    tensors = (call.q, rows.do, call.k, call.v, dk, dv, *state, *terms, *packing, rows.delta, *mask, order)
+    launch.start(_bwd_kernel, tensors, describe)
 
 
 def narrow_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor) -> None:

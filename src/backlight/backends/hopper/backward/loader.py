@@ -13,6 +13,7 @@ from backlight.backends.hopper.backward.key_tiles import (
     publish_end,
     side_by_side,
 )
+from backlight.backends.hopper.backward.order import drawn_in_turn
 from backlight.backends.hopper.backward.visits import first_row_block, load_every_row
 from backlight.backends.hopper.barriers import KV_EMPTY, kv_threads
 from backlight.backends.hopper.primitives import bar_sync
@@ -37,7 +38,7 @@ def loader(p):
     together = side_by_side(p)
     going = turn == 0
     while going:
-        t = key_tile(p, number, together)
+        t = key_tile(p, drawn_in_turn(p, number, together), together)
         publish(p, turn, number, turn, t)
         first = first_row_block(p, t)
         load_k_and_v(p, t, turn)

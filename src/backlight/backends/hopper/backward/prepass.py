@@ -45,7 +45,7 @@ def share_of(tau, n, sees, SINK: tl.constexpr):
 
 
 class RowTerms(NamedTuple):
-    """Sink and tau, sums of their gradients, tau / n, and u of the forward."""
+    """Sink and tau, sums of their gradients, tau / n, and u of the forward, or the low half of y."""
 
     sink_ptr: Any
     dsink_ptr: Any
@@ -74,6 +74,8 @@ class Variant(NamedTuple):
     HAS_RIGHT: bool
     # a mask by row intervals
     INTERVALS: bool
+    # u is the low half of y (eq. 103)
+    LOW: bool
 
 
 @triton.jit
@@ -108,6 +110,11 @@ def rows_at(ptr, strides, b, h, row, columns):
     """Rows that TMA reads: strides come in units of 16 bytes, so that loads are as wide."""
     ptr += (b * strides[0] + h * strides[1]) * UNIT
     return ptr + row[:, None] * (strides[2] * UNIT) + columns[None, :]
+
+
+@triton.jit
+def floats_at(ptr, strides, b, h, row, columns, mask):
+    return tl.load(rows_at(ptr, strides, b, h, row, columns), mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -173,15 +180,17 @@ def _prepass_kernel(
     row = start + (block * BM + lanes).to(tl.int64)
     columns = tl.arange(0, V.BDV)
     mask = inside[:, None] & (columns < V.DV)[None, :]
-    y = tl.load(rows_at(y_ptr, (y_stride_b, y_stride_h, y_stride_s), b, h, row, columns), mask=mask, other=0.0)
+    y = floats_at(y_ptr, (y_stride_b, y_stride_h, y_stride_s), b, h, row, columns, mask)
     dy_strides = (dy_stride_b, dy_stride_h, dy_stride_s, dy_stride_d)
     dy = tl.load(incoming_at(dy_ptr, dy_strides, b, h, row, columns, V), mask=mask, other=0.0)
-    product = y.to(tl.float32) * dy.to(tl.float32)
+    u_strides = (u_stride_b, u_stride_h, u_stride_s)
+    if V.LOW:
+        y += floats_at(terms.u_ptr, u_strides, b, h, row, columns, mask)
+    product = y * dy.to(tl.float32)
     delta = tl.sum(product, 1)
     if V.GATE:
-        place = rows_at(gate_ptr, (gate_stride_b, gate_stride_h, gate_stride_s), b, h, row, columns)
-        gate = tl.load(place, mask=mask, other=0.0)
-        weight = 1.0 / (1.0 + tl.exp2(-log2e * gate.to(tl.float32)))
+        gate = floats_at(gate_ptr, (gate_stride_b, gate_stride_h, gate_stride_s), b, h, row, columns, mask)
+        weight = 1.0 / (1.0 + tl.exp2(-log2e * gate))
         if V.DGATE:
             dgate_ptr += (b * dgate_stride_b + h * dgate_stride_h) * UNIT
             place = row[:, None] * (dgate_stride_s * UNIT) + columns[None, :]
@@ -196,8 +205,7 @@ def _prepass_kernel(
     if V.TAU:
         n = visible_count(block * BM + lanes + n_keys - n_rows, n_keys, left, right, V)
         tau = tl.load(terms.tau_ptr + h).to(tl.float32)
-        u = tl.load(rows_at(terms.u_ptr, (u_stride_b, u_stride_h, u_stride_s), b, h, row, columns), mask=mask, other=0.0)
-        mean = tl.sum(dy.to(tl.float32) * u.to(tl.float32), 1)
+        mean = tl.sum(dy.to(tl.float32) * floats_at(terms.u_ptr, u_strides, b, h, row, columns, mask), 1)
         delta -= tau * mean
         tl.store(terms.share_ptr + padded + lanes, share_of(tau, n, inside, V.SINK))
         tl.store(terms.dtau_ptr + head * tiles + tile, tl.sum(mean, 0))
@@ -300,7 +308,8 @@ def prepass(
             *(terms, *eighths(u)),
             *((cu_k, launch.sk, call.spec.left or 0, call.spec.right or 0) if has_tau else (None,) * 4),
         ]
-        variant = variant_of(launch, rows, has_dlse=dlse is not None, copies=copy, dgate=dgate is not None)
+        low = call.exact_delta and u is not None
+        variant = variant_of(launch, rows, has_dlse=dlse is not None, copies=copy, dgate=dgate is not None, low=low)
         grid, warps = (rows.tiles, launch.batch * launch.heads), 8 if has_gate or has_tau else 4
         return {"grid": grid, "args": args, "constants": {"V": variant}, "num_warps": warps}
 
@@ -326,7 +335,7 @@ def blank_rows(launch: Launch, config: BackwardConfig, do: Tensor, clear_dq: boo
     return Rows(config, do, lse2, delta, share, acc, tiles, *launch.packing(call.cu_seqlens_q, config.block_m))
 
 
-def variant_of(launch: Launch, rows: Rows, has_dlse: bool, copies: bool, dgate: bool) -> Variant:
+def variant_of(launch: Launch, rows: Rows, has_dlse: bool, copies: bool, dgate: bool, low: bool) -> Variant:
     call, has_tau = launch.call, launch.call.tau is not None
     return Variant(
         DV=launch.dv,
@@ -344,4 +353,5 @@ def variant_of(launch: Launch, rows: Rows, has_dlse: bool, copies: bool, dgate: 
         HAS_LEFT=has_tau and call.spec.left is not None,
         HAS_RIGHT=has_tau and call.spec.right is not None,
         INTERVALS=call.rows is not None,
+        LOW=low,
     )

@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from backlight.backends.hopper.backward.dbias import add_diagonals
 from backlight.backends.hopper.backward.key_tiles import published, published_tile, store_keys, tile_row
+from backlight.backends.hopper.backward.order import count_itself, counter_of, turn_of, wait_for_turn
 from backlight.backends.hopper.backward.visits import visited, visits_of
 from backlight.backends.hopper.barriers import (
     BOTH_GROUPS_AND_WARP,
@@ -28,9 +29,13 @@ def in_band(p, t, i):
 @gluon.jit
 def add_dq(p, t, member, i, dq_tile):
     bar_sync(dq_full(p.V.ST), BOTH_GROUPS_AND_WARP)
+    if p.V.ORDERED:
+        wait_for_turn(counter_of(p, t, member, i), turn_of(p, t, i))
     tma_reduce_add(p.acc_desc, [tile_row(p, t, member, i), 0], dq_tile)
     tma.store_wait(0)
     mbarrier.arrive(p.buffers.dq_empty.index(0), count=1)
+    if p.V.ORDERED:
+        count_itself(counter_of(p, t, member, i))
 
 
 @gluon.jit

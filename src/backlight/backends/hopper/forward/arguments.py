@@ -42,6 +42,15 @@ class Terms(NamedTuple):
     cap_log2: Any
 
 
+class Extras(NamedTuple):
+    """What some callers want besides y and lse: the largest logits of rows (peaks.py) with the factor that makes them of raw
+    products, the low half of y (eq. 103)."""
+
+    peaks_ptr: Any
+    unit: Any
+    low_ptr: Any
+
+
 class Variant(NamedTuple):
     """What is compiled in: a kernel holds no trace of a term that the spec does not have."""
 
@@ -83,6 +92,12 @@ class Variant(NamedTuple):
     FULL_FIRST: bool = False
     # places for the intervals of key tiles, ST or more
     PLACES: int = 1
+    # how the largest logits are found (peaks.py)
+    PEAKS: int = 0
+    # columns of the low half of y, 0 where nobody keeps it
+    LOW: int = 0
+    # it leaves through shared memory, as O does
+    LOW_SHARED: bool = False
 
 
 @arguments
@@ -97,6 +112,7 @@ class Buffers:
     q: gl.shared_memory_descriptor
     o: gl.shared_memory_descriptor
     u: Maybe
+    low: Maybe
     tile: gl.shared_memory_descriptor
     overflow: Maybe
     intervals: Maybe
@@ -134,6 +150,11 @@ class Forward(Sizes):
     mask_head: Maybe
     key_tiles: Maybe
     most: Maybe
+    extras: Maybe
+    low_desc: Maybe
+    low_stride_b: Maybe
+    low_stride_h: Maybe
+    low_stride_s: Maybe
     V: gl.constexpr
     buffers: Buffers
     k: Ring

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from backlight.backends.hopper.compat import arguments, warpgroup_mma_wait
 from backlight.backends.hopper.forward.overflow import largest_sum, stores_tile, ticket_of
+from backlight.backends.hopper.forward.peaks import first_peak, store_peaks, with_scores, with_weights
 from backlight.backends.hopper.forward.ring import hand_on_turn, release, ring_stage, skip_stage, wait_full, wait_turn
 from backlight.backends.hopper.forward.scores import (
     at_edge,
@@ -29,6 +30,7 @@ from backlight.backends.hopper.forward.steps import (
     accumulator,
     first_head,
     load_gate,
+    low_half,
     lse_target,
     next_head,
     no_products,
@@ -36,6 +38,7 @@ from backlight.backends.hopper.forward.steps import (
     row_totals,
     scores_of,
     start_scores,
+    store_low,
     store_rows,
     wait_gate,
     write_columns,
@@ -50,7 +53,7 @@ class Rows:
     """What a warpgroup carries from block to block: O, weights of the last block (still to be multiplied by V), sums of rows.
 
     o_beyond: the last columns of O (`columns_beyond`), any number where there are none; rescale: what O has to be multiplied by
-    before those weights are added.
+    before those weights are added; peak: see peaks.py.
     """
 
     o: gl.tensor
@@ -59,6 +62,7 @@ class Rows:
     row_max: gl.tensor
     row_sum: gl.tensor
     rescale: gl.tensor
+    peak: gl.tensor
 
 
 @gluon.jit
@@ -106,6 +110,14 @@ def start_outputs(p, weights, stage, o, o_beyond):
 
 
 @gluon.jit
+def rising_step(p, products, s, row_max, row_sum, peak):
+    """`softmax_step` of a block, with the largest of its raw products."""
+    peak = with_scores(p, peak, products, s)
+    p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
+    return p32, row_max, row_sum, rescale, peak
+
+
+@gluon.jit
 def first_block(p, q, view, row_max, row_sum, count):
     """`Rows` after the block that the mask may cut, the last one."""
     BEYOND: gl.constexpr = columns_beyond(p.V.DV, p.V.BDV)
@@ -114,16 +126,16 @@ def first_block(p, q, view, row_max, row_sum, count):
     o_beyond = count
     if BEYOND > 0:
         o_beyond = no_products(BEYOND)
-    s = scores_of(p, q, count)
+    products = scores_of(p, q, count)
     release_k(p, view, ring_stage(p.k, count), view.end - 1)
-    s = with_bias(p, view, scored(p, s, cap_of(p, s)), view.end - 1)
+    s = with_bias(p, view, scored(p, products, cap_of(p, products)), view.end - 1)
     if p.V.INTERVALS > 0:
         if at_edge(view, view.end - 1):
             s = hide_outside(p, view, s, count)
     elif p.V.MASKED:
         s = hide(p, s, view.position, view.end - 1, view.sk)
-    p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
-    return Rows(o, o_beyond, as_weights(p32, o, p.q_desc.dtype), row_max, row_sum, rescale)
+    p32, row_max, row_sum, rescale, peak = rising_step(p, products, s, row_max, row_sum, first_peak(p, view.i0))
+    return Rows(o, o_beyond, as_weights(p32, o, p.q_desc.dtype), row_max, row_sum, rescale, peak)
 
 
 @gluon.jit
@@ -146,8 +158,10 @@ def advance(p, q, view, rows, count, block, far_end, W: gl.constexpr):
     o_token, beyond_token = start_outputs(p, rows.weights, previous, o, o_beyond)
     if p.V.PINGPONG:
         hand_on_turn(p, W)
+    peak = with_weights(p, rows.peak, rows.weights)
     s = warpgroup_mma_wait(2 if BEYOND > 0 else 1, deps=[s_token])
     release_k(p, view, stage, block)
+    products = s
     rescale = gl.full([WM], 1.0, gl.float32, gl.SliceLayout(1, s.type.layout))
     y = cap_of(p, s)
     if p.V.BIAS_KEEPS_MAX:
@@ -156,15 +170,15 @@ def advance(p, q, view, rows, count, block, far_end, W: gl.constexpr):
         s = seen_scores(p, view, s, y, block, count)
     if p.V.KEEP_FIRST_MAX:
         if block < far_end:
+            peak = with_scores(p, peak, products, s)
             p32, row_sum = first_max_step(p, s, y, row_max, row_sum)
-        elif p.V.FULL_FIRST:
-            p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
         else:
-            s = seen_scores(p, view, s, y, block, count)
-            p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
+            if not p.V.FULL_FIRST:
+                s = seen_scores(p, view, s, y, block, count)
+            p32, row_max, row_sum, rescale, peak = rising_step(p, products, s, row_max, row_sum, peak)
     else:
         s = seen_scores(p, view, s, y, block, count)
-        p32, row_max, row_sum, rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
+        p32, row_max, row_sum, rescale, peak = rising_step(p, products, s, row_max, row_sum, peak)
     if p.V.EARLY_P:
         new_weights = as_weights(p32, o, dtype)
     # the wait for the next K tile ends the basic block: without it ptxas hoists the wgmma wait above the softmax
@@ -184,7 +198,7 @@ def advance(p, q, view, rows, count, block, far_end, W: gl.constexpr):
     release(p.v, previous)
     if not p.V.LATE_RESCALE:
         o, o_beyond = rescaled_after(p, o, o_beyond, rescale, block, far_end)
-    return Rows(o, o_beyond, weights, row_max, row_sum, rescale)
+    return Rows(o, o_beyond, weights, row_max, row_sum, rescale, peak)
 
 
 @gluon.jit
@@ -213,15 +227,17 @@ def finish(p, rows, begin, far_end, count, turn, W: gl.constexpr):
     last = ring_stage(p.v, count - 1)
     wait_full(p.v, count - 1)
     o_token, beyond_token = start_outputs(p, rows.weights, last, o, o_beyond)
+    peak = with_weights(p, rows.peak, rows.weights)
     total = row_totals(rows.row_sum, accumulator(p.V.BN))
     lse = lse_of(p, rows.row_max, total)
     # read again: registers are short in the loops
     place = place_of(p, turn & 3, W)
     ticket = ticket_of(p, turn & 3)
-    lse_ptr, keep = lse_target(p, place, total, ticket, largest_sum(p.q_desc.dtype), W)
+    offset, keep = lse_target(p, place, total, ticket, largest_sum(p.q_desc.dtype), W)
     if p.V.KEEP_FIRST_MAX and not p.V.SHARE_QO:
         release_q(p, turn, W)
-    gl.store(lse_ptr, gl.where(total == 0.0, -INF, lse), mask=keep)
+    gl.store(p.lse_ptr + offset, gl.where(total == 0.0, -INF, lse), mask=keep)
+    store_peaks(p, peak, rows.row_max, place.head, offset, keep)
     inverse = 1.0 / total
     if not p.V.GATE:
         # the store of the tile before has left the buffer
@@ -233,13 +249,20 @@ def finish(p, rows, begin, far_end, count, turn, W: gl.constexpr):
     release(p.v, last)
     if BEYOND > 0:
         wait_gate(p, turn, W)
-        write_columns(p, normalised(p, o, inverse), 0, W)
-        write_columns(p, normalised(p, o_beyond, inverse), 2 * BEYOND, W)
+        o = write_columns(p, normalised(p, o, inverse), 0, W)
+        o_beyond = write_columns(p, normalised(p, o_beyond, inverse), 2 * BEYOND, W)
     else:
-        write_o(p, normalised(p, o, inverse), turn, W)
+        o = write_o(p, normalised(p, o, inverse), turn, W)
+    if p.V.LOW_SHARED:
+        p.buffers.low.index(W).store(low_half(p, o))
     fence_async_shared()
     if stores_tile(p, ticket, W):
         store_rows(p, p.o_desc, place, p.buffers.o.index(W))
+        if p.V.LOW_SHARED:
+            store_rows(p, p.low_desc, place, p.buffers.low.index(W))
+        store_low(p, o, 0, place)
+        if BEYOND > 0:
+            store_low(p, o_beyond, 2 * BEYOND, place)
     if p.V.SHARE_QO:
         tma.store_wait(0)
         release_q(p, turn, W)

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from backlight.backends.hopper.compat import arguments, warpgroup_mma_wait
 from backlight.backends.hopper.forward.overflow import LARGEST_SUM, stores_tile, ticket_of
+from backlight.backends.hopper.forward.peaks import first_peak, store_peaks, with_scores
 from backlight.backends.hopper.forward.ring import release, ring_stage, skip_stage, wait_full
 from backlight.backends.hopper.forward.scores import (
     at_edge,
@@ -75,44 +76,50 @@ def skip_keys_and_values(p, n, k_count, v_count):
 
 @gluon.jit
 def normaliser(p, q, view, row_max, row_sum, careful, k_count):
-    """(maximum, partial sums, tiles of K so far) of rows that have met the keys they see."""
+    """(maximum, partial sums, `first_peak` after them, tiles of K so far) of rows that have met the keys they see."""
+    peak = first_peak(p, view.i0)
     far_end = far_blocks_end(p, view, careful, True)
     free_end = far_blocks_end(p, view, careful, not p.V.BIAS_KEEPS_MAX)
     for j in range(view.end - free_end):
         block = view.end - 1 - j
-        s = take_scores(p, q, k_count)
+        products = take_scores(p, q, k_count)
         k_count += 1
-        s = with_bias(p, view, scored(p, s, cap_of(p, s)), block)
+        s = with_bias(p, view, scored(p, products, cap_of(p, products)), block)
         if p.V.MASKED:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
             if at_edge(view, block):
                 s = hide(p, s, view.position, block, view.sk)
+        peak = with_scores(p, peak, products, s)
         _p, row_max, row_sum, _rescale = softmax_step(s, row_max, row_sum, p.scale.unit_log2, p.V.MASKED)
     if p.V.BIAS_KEEPS_MAX:
         for j in range(free_end - far_end):
-            s = take_scores(p, q, k_count)
+            products = take_scores(p, q, k_count)
             k_count += 1
-            _p, row_sum = first_max_step(p, with_bias(p, view, s, free_end - 1 - j), s, row_max, row_sum)
+            s = with_bias(p, view, products, free_end - 1 - j)
+            peak = with_scores(p, peak, products, s)
+            _p, row_sum = first_max_step(p, s, products, row_max, row_sum)
     if not p.V.HAS_LEFT:
         for _ in range(far_end - view.begin):
             s = take_scores(p, q, k_count)
             k_count += 1
+            peak = with_scores(p, peak, s, s)
             y = cap_of(p, s)
             if p.V.KEEP_FIRST_MAX:
                 _p, row_sum = first_max_step(p, s, y, row_max, row_sum)
             else:
                 _p, row_max, row_sum, _rescale = softmax_step(scored(p, s, y), row_max, row_sum, p.scale.unit_log2, False)
-    return row_max, row_sum, k_count
+    return row_max, row_sum, peak, k_count
 
 
 @gluon.jit
-def store_lse(p, row_max, row_sum, turn, W: gl.constexpr):
-    """(sums of rows, their lse, which is stored, batch * heads + head)."""
+def store_lse(p, row_max, row_sum, peak, turn, W: gl.constexpr):
+    """(sums of rows, their lse, which is stored with their largest logits, batch * heads + head)."""
     total = row_totals(row_sum, accumulator(p.V.BN))
     lse = gl.where(total == 0.0, -INF, lse_of(p, row_max, total))
     # read again: registers are short in the loops
     place = place_of(p, turn & 3, W)
-    lse_ptr, keep = lse_target(p, place, total, ticket_of(p, turn & 3), LARGEST_SUM, W)
-    gl.store(lse_ptr, lse, mask=keep)
+    offset, keep = lse_target(p, place, total, ticket_of(p, turn & 3), LARGEST_SUM, W)
+    gl.store(p.lse_ptr + offset, lse, mask=keep)
+    store_peaks(p, peak, row_max, place.head, offset, keep)
     return total, lse, place.head
 
 
@@ -267,10 +274,10 @@ def elastic_consumer(p, W: gl.constexpr):
         row_max, row_sum = first_sums(p, head, s_l)
         if p.V.HAS_RIGHT:
             k_count = skip_keys(p, view.tile_end - view.end, k_count)
-        row_max, row_sum, k_count = normaliser(p, q, view, row_max, row_sum, ticket < 0, k_count)
+        row_max, row_sum, peak, k_count = normaliser(p, q, view, row_max, row_sum, ticket < 0, k_count)
         if p.V.HAS_LEFT:
             k_count = skip_keys(p, view.begin - view.tile_begin, k_count)
-        total, lse, head = store_lse(p, row_max, row_sum, turn, W)
+        total, lse, head = store_lse(p, row_max, row_sum, peak, turn, W)
 
         weighing = weighing_of(p, view, head, total, lse)
         if p.V.HAS_RIGHT:

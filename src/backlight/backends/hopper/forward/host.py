@@ -16,12 +16,14 @@ from backlight.backends.hopper.config import (
     heads_together,
     intervals_of,
     is_masked,
+    low_in_memory,
     share_q_and_o,
 )
-from backlight.backends.hopper.forward.arguments import Mask, Scale, Terms, Variant
+from backlight.backends.hopper.forward import peaks as peak_ways
+from backlight.backends.hopper.forward.arguments import Extras, Mask, Scale, Terms, Variant
 from backlight.backends.hopper.forward.kernel import _fwd_kernel
 from backlight.backends.hopper.launch import Launch, descriptor, multiprocessors, readable, vector_fields
-from backlight.backends.hopper.primitives import LN2
+from backlight.backends.hopper.primitives import LN2, columns_beyond
 from backlight.backends.hopper.terms import cap_factor, single
 from backlight.backends.intervals.tiles import LiveTiles, Tiling, live_tiles
 from backlight.call import Call
@@ -49,8 +51,8 @@ class Schedule:
         return cls(config, row_tiles, n_tiles, programs, uneven, uneven and config.drawn and programs < n_tiles)
 
 
-def config_of(call: Call) -> ForwardConfig:
-    return forward_config(call) if call.tau is None else elastic_config(call)
+def config_of(call: Call, low: bool) -> ForwardConfig:
+    return forward_config(call, low) if call.tau is None else elastic_config(call)
 
 
 def scale_of(call: Call) -> Scale:
@@ -60,13 +62,15 @@ def scale_of(call: Call) -> Scale:
     return Scale(unit, unit_log2, math.log(2.0) * single(unit_log2) - single(unit))
 
 
-def variant_of(launch: Launch, schedule: Schedule, save_u: bool) -> Variant:
+def variant_of(launch: Launch, schedule: Schedule, save_u: bool, keeps_low: bool) -> Variant:
     call, config, flags = launch.call, schedule.config, launch.flags
     even = not schedule.uneven and launch.sk % config.block_n == 0
     intervals = intervals_of(call)
     share = share_q_and_o(config, launch.bd, launch.bdv, intervals)
     assert not (share and config.q_buffers > 1), "O would overwrite the Q of the next tile"
     keep_first_max = config.keep_first_max and (call.spec.left is None or intervals > 0)
+    # of two tiles of O each writes its own columns
+    one_tile = columns_beyond(launch.dv, launch.bdv) == 0
     full_first = intervals > 0 and keep_first_max and call.spec.softcap is None
     return Variant(
         D=launch.d,
@@ -94,7 +98,20 @@ def variant_of(launch: Launch, schedule: Schedule, save_u: bool) -> Variant:
         INTERVALS=intervals,
         FULL_FIRST=full_first,
         PLACES=places_of(launch, config, intervals),
+        PEAKS=way_of_peaks(call, keep_first_max).value,
+        LOW=launch.dv if keeps_low else 0,
+        LOW_SHARED=keeps_low and one_tile and not share and low_in_memory(config, launch.bd, launch.bdv, intervals),
     )
+
+
+def way_of_peaks(call: Call, keep_first_max: bool) -> Any:
+    """How the largest logits of rows are found."""
+    if not call.max_logit:
+        return peak_ways.NO_PEAKS
+    apart = call.spec.softcap is not None or call.spec.bias
+    if apart or (keep_first_max and call.spec.tau) or (call.spec.sink and not keep_first_max):
+        return peak_ways.BY_SCORES
+    return peak_ways.BY_WEIGHTS if keep_first_max else peak_ways.BY_MAXIMUM
 
 
 def places_of(launch: Launch, config: ForwardConfig, intervals: int) -> int:
@@ -103,16 +120,19 @@ def places_of(launch: Launch, config: ForwardConfig, intervals: int) -> int:
     return 2 * config.stages if fit else config.stages
 
 
-def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(y, lse, u) of a call that `why_not` accepts; u (eq. 12) with tau only, and only when asked for."""
+def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """What `Backend.forward` returns, of a call that `why_not` accepts."""
     launch = Launch(call, choices=save_u)
     y = launch.empty_rows(launch.dv, call.q.dtype)
     lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
-    u = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) if save_u and call.tau is not None else None
+    kept = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) if save_u and call.keeps else None
+    peaks = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device) if call.max_logit else None
     if y.numel() == 0 or launch.sk == 0:
         empty = -torch.inf if call.sink is None else call.sink.float()[None, :, None].expand_as(lse)
-        return y.zero_(), lse.copy_(torch.as_tensor(empty)), None if u is None else u.zero_()
-    schedule = launch.once("forward", lambda: Schedule.of(launch, config_of(call)))
+        nothing = None if peaks is None else peaks.fill_(-torch.inf)
+        return y.zero_(), lse.copy_(torch.as_tensor(empty)), None if kept is None else kept.zero_(), nothing
+    u, low = (kept, None) if call.tau is not None else (None, kept)
+    schedule = launch.once("forward", lambda: Schedule.of(launch, config_of(call, low is not None)))
     cu_q, cu_k, first_tiles, n_segments = launch.packing(call.cu_seqlens_q, schedule.config.block_m)
     tiles = visited_tiles(launch, schedule, cu_q, cu_k, first_tiles)
     counter = launch.counter(schedule.dynamic)
@@ -121,6 +141,7 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
 
     def describe() -> dict[str, Any]:
         config, cap = schedule.config, call.spec.softcap
+        variant = variant_of(launch, schedule, u is not None, low is not None)
         args = [
             launch.rows(call.q, 64, launch.bd),
             launch.rows(call.k, config.block_n, launch.bd),
@@ -141,8 +162,11 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
             None if call.bias is None else call.bias.shape[1],
             None if call.bias is None else call.spec.bias_origin,
             *mask_arguments(launch, schedule, tiles),
+            Extras(peaks, None if peaks is None else float(call.scale), None if variant.LOW_SHARED else low),
+            launch.rows(low, 64, launch.bdv) if low is not None and variant.LOW_SHARED else None,
+            *((None,) * 3 if low is None or variant.LOW_SHARED else low.stride()[:3]),
         ]
-        constants = {"V": variant_of(launch, schedule, u is not None)}
+        constants = {"V": variant}
         options = {"num_warps": 4, "maxnreg": 168 if config.consumers == 2 else 128}
         if call.tau is not None:
             # two sweeps share a tile's values
@@ -150,9 +174,9 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
         return {"grid": (schedule.programs,), "args": args, "constants": constants, **options}
 
     mask = (None,) * 4 if tiles is None else (tiles.folded, tiles.live, tiles.counts, tiles.first_key_tiles)
-    tensors = (call.q, call.k, call.v, y, lse, cu_q, cu_k, first_tiles, counter, gate, u, *learned, *mask)
+    tensors = (call.q, call.k, call.v, y, lse, cu_q, cu_k, first_tiles, counter, gate, u, *learned, *mask, peaks, low)
     launch.start(_fwd_kernel, tensors, describe)
-    return y, lse, u
+    return y, lse, kept, peaks
 
 
 def visited_tiles(launch: Launch, schedule: Schedule, cu_q: Tensor, cu_k: Tensor, first_tiles: Tensor) -> LiveTiles | None:

@@ -50,6 +50,9 @@ def memory_of(dtype: gl.constexpr, V: gl.constexpr):
     u = None
     if V.SAVE_U:
         u = tiles_of(dtype, SLOTS, WM, V.BDV)
+    low = None
+    if V.LOW_SHARED:
+        low = tiles_of(dtype, SLOTS, WM, V.BDV)
     gate_full = None
     if V.GATE:
         gate_full = barriers(NC, 1)
@@ -67,18 +70,20 @@ def memory_of(dtype: gl.constexpr, V: gl.constexpr):
             overflow.index(w).store(gl.full([1], -1, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
     q_full = barriers(NC if V.QB == 1 else V.QB * SLOTS, 1)
     q_empty = barriers(NC if V.QB == 1 else V.QB * SLOTS, 1)
-    return Buffers(q, o, u, tile, overflow, intervals, entry, q_full, q_empty, gate_full), k, v
+    return Buffers(q, o, u, low, tile, overflow, intervals, entry, q_full, q_empty, gate_full), k, v
 
 
+LOW = ["low_stride_b", "low_stride_h", "low_stride_s"]
 NUMBERS = ["dynamic", "n_segments", "n_tiles", "row_tiles", "together", "heads", "group", "sq", "sk", "left", "right"]
 
 
-@gluon.jit(do_not_specialize=[*NUMBERS, "n_bias", "bias_origin", "mask_batch", "mask_head", "key_tiles", "most"])
+@gluon.jit(do_not_specialize=[*NUMBERS, "n_bias", "bias_origin", "mask_batch", "mask_head", "key_tiles", "most", *LOW])
 def _fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, packing, counter_ptr,
     dynamic, n_segments, n_tiles, row_tiles, together, heads, group, sq, sk, left, right,
     scale, gate_desc, u_desc, terms, n_bias, bias_origin,
-    folded_desc, mask, mask_batch, mask_head, key_tiles, most, V: gl.constexpr,
+    folded_desc, mask, mask_batch, mask_head, key_tiles, most,
+    extras, low_desc, low_stride_b, low_stride_h, low_stride_s, V: gl.constexpr,
 ):  # fmt: skip
     buffers, k_tiles, v_tiles = memory_of(q_desc.dtype, V)
     k = Ring(k_tiles, barriers(V.ST, 1), FORWARD_EMPTY, V.NC * 128 + 32)
@@ -87,7 +92,8 @@ def _fwd_kernel(
         heads, group, sq, sk, left, right, q_desc, k_desc, v_desc, o_desc, lse_ptr, packing, counter_ptr,
         dynamic, n_segments, n_tiles, row_tiles, together,
         scale, gate_desc, u_desc, terms, n_bias, bias_origin,
-        folded_desc, mask, mask_batch, mask_head, key_tiles, most, V, buffers, k, v,
+        folded_desc, mask, mask_batch, mask_head, key_tiles, most,
+        extras, low_desc, low_stride_b, low_stride_h, low_stride_s, V, buffers, k, v,
     )  # fmt: skip
     fence_async_shared()
     if V.NC == 2:

@@ -60,9 +60,9 @@ def with_bias(p, view, s, block):
         here = view.column - block * s.shape[1]
         if (here > -s.shape[0]) & (here < p.n_bias + s.shape[1] - 1):
             if p.V.SOFTCAP:
-                s += bias_tile(view.table_ptr, here, p.n_bias, s, False) * p.terms.cap_log2
+                s = s + bias_tile(view.table_ptr, here, p.n_bias, s, False) * p.terms.cap_log2
             else:
-                s += bias_tile(view.table_ptr, here, p.n_bias, s, False)
+                s = s + bias_tile(view.table_ptr, here, p.n_bias, s, False)
     return s
 
 
@@ -143,14 +143,20 @@ def seen_scores(p, view, s, y, block, count):
 
 
 @gluon.jit
+def sink_maximum(p, head):
+    """The sink of a head in units of scores."""
+    sink = gl.load(p.terms.sink_ptr + head % p.heads).to(gl.float32)
+    # kept finite, for what is subtracted from it (`lse_of`); below it every other weight is 0
+    return gl.minimum(sink / p.scale.unit, LARGEST)
+
+
+@gluon.jit
 def first_sums(p, head, s_l: gl.constexpr):
     """(maximum, partial sums) of rows that have met no key: the sink, or nothing."""
     row_max = gl.full([WM], -INF, gl.float32, gl.SliceLayout(1, s_l))
     row_sum = gl.zeros([WM, 8], gl.float32, row_sum_layout(p.V.BN))
     if p.V.SINK:
-        sink = gl.load(p.terms.sink_ptr + head % p.heads).to(gl.float32)
-        # kept finite, for what is subtracted from it (`lse_of`); below it every other weight is 0
-        row_max = gl.full([WM], gl.minimum(sink / p.scale.unit, LARGEST), gl.float32, gl.SliceLayout(1, s_l))
+        row_max = gl.full([WM], sink_maximum(p, head), gl.float32, gl.SliceLayout(1, s_l))
         row_sum = sink_sums(row_sum)
     return row_max, row_sum
 

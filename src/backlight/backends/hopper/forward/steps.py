@@ -81,11 +81,11 @@ def row_totals(row_sum, s_l: gl.constexpr):
 
 @gluon.jit
 def lse_target(p, place, total, ticket, LARGEST: gl.constexpr, W: gl.constexpr):
-    """(where lse of a warpgroup's rows goes, which rows are stored)."""
+    """(where a warpgroup's rows stand among all of lse, which of them are stored)."""
     numbers = place.i0 + gl.arange(0, WM, total.type.layout)
     lse_row = place.head.to(gl.int64) * p.sq + place.q_start
     keep = rows_to_store(p, total, numbers, place.sq, ticket, lse_row, place.i0, LARGEST, W)
-    return p.lse_ptr + lse_row + numbers, keep
+    return lse_row + numbers, keep
 
 
 @gluon.jit
@@ -108,20 +108,43 @@ def wait_gate(p, turn, W: gl.constexpr):
 
 @gluon.jit
 def write_o(p, o, turn, W: gl.constexpr):
-    """O, gated, into the buffer that it leaves through."""
+    """O, gated, into the buffer that it leaves through; returned as it was before it was rounded."""
     wait_gate(p, turn, W)
     if p.V.GATE:
         o = o * sigmoid(p.buffers.o.index(W).load(o.type.layout).to(gl.float32))
     p.buffers.o.index(W).store(o.to(p.q_desc.dtype))
+    return o
+
+
+@gluon.jit
+def low_half(p, o):
+    """What rounding takes from O (eq. 103)."""
+    dtype: gl.constexpr = p.q_desc.dtype
+    return (o - o.to(dtype).to(gl.float32)).to(dtype)
+
+
+@gluon.jit
+def store_low(p, o, FIRST: gl.constexpr, place):
+    """The low half of columns of O from FIRST on, from registers, where shared memory has no room."""
+    if p.V.LOW > 0 and not p.V.LOW_SHARED:
+        rows = place.i0 + gl.arange(0, WM, gl.SliceLayout(1, o.type.layout))
+        columns = FIRST + gl.expand_dims(gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout)), 0)
+        first = place.b.to(gl.int64) * p.low_stride_b + place.h.to(gl.int64) * p.low_stride_h
+        row = gl.expand_dims(first + (place.q_start + rows).to(gl.int64) * p.low_stride_s, 1)
+        seen = gl.expand_dims(rows < place.sq, 1)
+        if p.V.LOW != p.V.BDV:
+            seen = seen & (columns < p.V.LOW)
+        gl.store(p.extras.low_ptr + row + columns, low_half(p, o), mask=seen)
 
 
 @gluon.jit
 def write_columns(p, o, FIRST: gl.constexpr, W: gl.constexpr):
-    """Columns of O from FIRST on, gated, into the buffer that it leaves through."""
+    """Columns of O from FIRST on, gated, into the buffer that it leaves through; returned as they were before."""
     tile = p.buffers.o.index(W).slice(FIRST, o.shape[1], 1)
     if p.V.GATE:
         o = o * sigmoid(tile.load(o.type.layout).to(gl.float32))
     tile.store(o.to(p.q_desc.dtype))
+    return o
 
 
 @gluon.jit

@@ -75,10 +75,8 @@ class Quantised(Sizes):
     o_desc: tma.tensor_descriptor
     lse_ptr: gl.tensor
     scales: Maybe
-    packing: Maybe
     counter_ptr: gl.tensor
     dynamic: gl.tensor
-    n_segments: gl.tensor
     n_tiles: gl.tensor
     row_tiles: gl.tensor
     together: gl.tensor
@@ -88,6 +86,8 @@ class Quantised(Sizes):
     terms: Maybe
     n_bias: Maybe
     bias_origin: Maybe
+    packing: Maybe
+    n_segments: gl.tensor
     V: gl.constexpr
     buffers: Buffers
     k: Ring

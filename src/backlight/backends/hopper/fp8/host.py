@@ -74,7 +74,7 @@ def forward(call: Call, given: Quantised) -> tuple[Tensor, Tensor]:
     # the bias is added to logits in base 2
     launch = Launch(replace(call, spec=spec.replace(scale=LN2, softcap=None)))
     packing = Packing(*(None,) * 4)
-    if call.varlen:
+    if call.cu_seqlens_k is not None:
         cu_q, cu_k, row_tiles_before, _ = launch.packing(call.cu_seqlens_q, BLOCK)
         packing = Packing(cu_q, cu_k, row_tiles_before, launch.first_tiles(call.cu_seqlens_k, BLOCK))
     row_tiles, key_tiles = given.q_scale.shape[2], keys.k_scale.shape[2]
@@ -90,10 +90,8 @@ def forward(call: Call, given: Quantised) -> tuple[Tensor, Tensor]:
         launch.rows(y, 64, d),
         lse,
         Scales(given.q_scale, keys.k_scale, keys.v_scale, given.offset),
-        packing,
         launch.counter(dynamic),
         int(dynamic),
-        0 if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1,
         n_tiles,
         row_tiles,
         max(n for n in range(1, (TOGETHER if uneven else 1) + 1) if batch * heads % n == 0),
@@ -103,6 +101,8 @@ def forward(call: Call, given: Quantised) -> tuple[Tensor, Tensor]:
         None if gate is None else launch.rows(gate, 64, d),
         Terms(launch.table, launch.sink, None, *((None, None) if spec.softcap is None else (None, spec.softcap * LOG2E))),
         *((None, None) if call.bias is None else (call.bias.shape[1], spec.bias_origin)),
+        packing,
+        0 if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1,
         variant_of(call, given, resolve("hopper.fp8", Fp8Config)),
     ]
     if n_tiles:

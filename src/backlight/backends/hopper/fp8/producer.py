@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from backlight.backends.hopper.compat import smem_reinterpret, tma_load
 from backlight.backends.hopper.forward.ring import ring_stage, wait_empty
-from backlight.backends.hopper.forward.tiles import END, draw, lengths, locate_tile, publish, tile_blocks
+from backlight.backends.hopper.forward.tiles import dismiss, draw, lengths, locate_tile, publish, tile_blocks
 from backlight.backends.hopper.primitives import WM
 
 
@@ -62,8 +62,6 @@ def send(p, head, z, block, ticket, count, turn):
 
 @gluon.jit
 def producer(p):
-    NC: gl.constexpr = p.V.NC
-    ST: gl.constexpr = p.V.ST
     tile = gl.program_id(0)
     count = tile * 0
     turn = tile * 0
@@ -75,12 +73,4 @@ def producer(p):
         if exists:
             count = send(p, head, z, block, ticket, count, turn)
             turn += 1
-    # every arrival of the consumers is met, those of the last round included
-    for i in gl.static_range(ST):
-        if count >= ST - i:
-            wait_empty(p.k, ring_stage(p.k, count + i))
-            wait_empty(p.v, ring_stage(p.v, count + i))
-    publish(p, turn & 3, END, 0, 0, 0)
-    for w in gl.static_range(NC):
-        mbarrier.wait(p.buffers.q_empty.index(w), (turn & 1) ^ 1)
-        mbarrier.arrive(p.buffers.q_full.index(w), count=1)
+    dismiss(p, count, turn)

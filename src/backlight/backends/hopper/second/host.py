@@ -65,22 +65,15 @@ def _input(call: Call, gradient: str) -> Tensor:
 
 
 def by_inputs(
-    call: Call,
-    y: Tensor,
-    lse: Tensor,
-    ty: Tensor,
-    tlse: Tensor,
-    dty: Tensor,
-    dtlse: Tensor | None,
-    tq: Tensor | None,
-    tk: Tensor | None,
-    tv: Tensor | None,
-    choice: None = None,
+    call: Call, y: Tensor, lse: Tensor, ty: Tensor, tlse: Tensor, dty: Tensor, dtlse: Tensor | None, *moving: Tensor | None
 ) -> dict[str, Tensor]:
-    """dq, dk and dv of a loss with gradients dty and dtlse at the tangents; a tangent of q or k is there."""
+    """dq, dk and dv of a loss with gradients dty and dtlse at the tangents; a tangent of q or k is there.
+
+    moving: tangents of q, k and v; behind them `replayed` puts a choice, of which there is none.
+    """
     y, ty, dty = (readable(x) for x in (y, ty, dty))
-    tq, tk, tv = moving = tuple(None if t is None else readable(t) for t in (tq, tk, tv))
-    launch = Launch(call, y, lse, ty, tlse, dty, dtlse, *moving, choices="second")
+    tq, tk, tv = tangents = tuple(None if t is None else readable(t) for t in moving[:3])
+    launch = Launch(call, y, lse, ty, tlse, dty, dtlse, *tangents, choices="second")
     out = {"dq": torch.empty_like(call.q), "dk": torch.empty_like(call.k), "dv": torch.empty_like(call.v)}
     config = launch.once("second", lambda: second_config(call))
     values = Values(*(None if x is None else x.contiguous() for x in (lse, tlse, dtlse)))

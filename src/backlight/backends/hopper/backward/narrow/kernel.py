@@ -83,7 +83,8 @@ def _bwd_narrow_kernel(
         heads, group, sq, sk, left, right, q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, lse_desc, delta_desc,
         acc_desc, None, None, None, None, packing, counter_ptr,
         dynamic, counter, n_segments, n_tiles, key_tiles, row_tiles, together,
-        units, None, None, mask, mask_batch, mask_head, most, few, together_if_few, V, buffers, NARROW_Q_EMPTY, NARROW_DO_EMPTY,
+        units, None, None, mask, mask_batch, mask_head, most, few, together_if_few, None,
+        V, buffers, NARROW_Q_EMPTY, NARROW_DO_EMPTY,
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(
