@@ -220,6 +220,9 @@ def test_refusals() -> None:
         backlight.attention(q, k, v, tau=torch.zeros(HEADS), precision="fp8")
     with pytest.raises(Unsupported, match="does not take entmax in e4m3"):
         backlight.attention(q, k, v, entmax=1.5, precision="fp8")
+    for option, name in (("return_max_logit", "max_logit"), ("exact_delta", "exact_delta")):
+        with pytest.raises(Unsupported, match=f"does not take {name} in e4m3"):
+            backlight.attention(*(x.bfloat16() for x in (q, k, v)), precision="fp8", **{option: True})
     with pytest.raises(ValueError, match="backend must be hopper, emulated or None in e4m3, got 'triton'"):
         backlight.attention(q, k, v, backend="triton", precision="fp8")
     with pytest.raises(ValueError, match="centred=False"):
