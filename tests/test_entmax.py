@@ -9,7 +9,11 @@ from torch.autograd import gradcheck
 
 import backlight
 from backlight.api import call_of
+from backlight.backends.tiled import entmax as tiled_entmax
+from backlight.backends.tiled.config import Tile
+from backlight.backends.tiled.primitives import Scores
 from backlight.binding import ALPHAS
+from backlight.config import Config, override
 from backlight.reference import GRADIENTS, oracle
 from backlight.reference.entmax import slope, threshold
 from backlight.thresholds import Bound, Sums, power
@@ -221,3 +225,38 @@ def test_against_the_package() -> None:
         wanted = entmax.entmax_bisect(s, alpha, dim=-1, n_iter=60) if theirs is None else theirs(s, dim=-1)
         found = oracle(call_of(q, k, v, scale=1.0, entmax=alpha)).p[0, 0]
         assert float((found - wanted).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("options", [{}, {"sink": torch.tensor([0.5, -2.0], dtype=F64)}, {"softcap": 3.0}, {"scale": -0.4}])
+@pytest.mark.parametrize("reaching", [300, 90])
+def test_tiles_beyond_the_reach_of_norms_are_left_out(
+    options: dict[str, object], reaching: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a bias that falls with distance: as many digits as without, and fewer products; beyond a short table nothing is left
+    out."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 300, 8, dtype=F64, requires_grad=True) for _ in range(3))
+    bias = (-0.3 * torch.arange(reaching, dtype=F64)).repeat(2, 1).requires_grad_()
+    alphas = torch.tensor([1.3, 1.9], dtype=F64, requires_grad=True)
+    counts: list[int] = []
+    honest = Scores.tile
+
+    def counted(self: Scores, tile: Tile) -> Tensor:
+        counts.append((tile.i1 - tile.i0) * (tile.j1 - tile.j0))
+        return honest(self, tile)
+
+    monkeypatch.setattr(Scores, "tile", counted)
+
+    def results() -> tuple[list[Tensor], int]:
+        counts.clear()
+        with override("tiled", Config(32, 32, 32, 2)):
+            y, lse = backlight.attention(q, k, v, causal=True, bias=bias, entmax=alphas, return_lse=True, **options)
+            gradients = torch.autograd.grad(y.square().sum() + lse.sin().sum(), (q, k, v, bias, alphas))
+        return [y, lse, *gradients], sum(counts)
+
+    found, done = results()
+    monkeypatch.setattr(tiled_entmax, "limits", lambda call: False)
+    wanted, all_done = results()
+    assert done < (0.8 if reaching == 300 else 1.1) * all_done
+    for one, other in zip(found, wanted, strict=True):
+        assert float((one - other).detach().abs().max()) < 1e-10

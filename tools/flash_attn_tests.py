@@ -41,8 +41,8 @@ FILES = {
     "3": ("hopper/test_flash_attn.py",),
     "4": tuple(f"tests/cute/{name}.py" for name in CUTE),
 }
-# tests that FlashAttention refuses what we take
-NARROWER = ("test_flash_attn_invalid_head_dim",)
+# tests that FlashAttention refuses what we take, and of the operators behind its functions
+NARROWER = ("test_flash_attn_invalid_head_dim", "test_flash3_bw_compatibility")
 PASSED, FAILED, OTHER, LATE = "passed", "failed", "does not apply", "over the limit"
 
 # --- their names, our functions ----------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def install(checkout: Path, version: str, device: str) -> None:
         torch.einsum = _in_fp32(torch.einsum)
     folder = checkout / "flash_attn"
     _module("flash_attn", folder, **_functions(flash_attn))
-    _module("flash_attn.flash_attn_interface", USE_TRITON_ROCM=False, __getattr__=lambda _: _private)
+    _module("flash_attn.flash_attn_interface", USE_TRITON_ROCM=False, __getattr__=_private_name)
     _module("flash_attn.layers", folder / "layers")
     _module("flash_attn.layers.rotary", apply_rotary_emb=apply_rotary_emb)
     names = ("_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_bwd_sparse_mla", "get_scheduler_metadata", "flash_attn_combine")
@@ -129,6 +129,12 @@ def _private(*_: Any, **__: Any) -> None:
     import pytest
 
     pytest.skip("a private name, or one that we do not have")
+
+
+def _private_name(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _private
 
 
 def apply_rotary_emb(
@@ -251,7 +257,7 @@ def counted(options: argparse.Namespace, version: str, folder: Path) -> dict[str
         print((folder / f"{version}-0.log").read_text()[-2000:])
     found = Counter(row[2] for row in rows)
     failures = sorted({f"{name.partition('::')[2]} {given}: {why}" for name, given, result, why in rows if result == FAILED})
-    reasons = Counter(why for *_, result, why in rows if result == OTHER)
+    reasons = Counter(why.partition(", got")[0] or "skipped by the test" for *_, result, why in rows if result == OTHER)
     counts = {key: found[key] for key in (PASSED, FAILED, OTHER, LATE)}
     return counts | {"failures": failures, "reasons": dict(reasons.most_common(12))}
 

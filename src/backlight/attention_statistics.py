@@ -15,6 +15,9 @@ from backlight import running
 from backlight.api import call_of
 
 TILE = (128, 128)
+# products of tiles in a training step with entmax (eq. 95): of scores that are formed at all, once in either direction, and
+# those of live tiles alone: two steps, three of the last sweep, and seven of the backward
+FORMED_PRODUCTS, LIVE_PRODUCTS = 2, 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,9 @@ class AttentionStatistics:
     live_tiles: share of tiles with a visible key that keep one: what a kernel that skips dead tiles would still compute.
     empty_tiles, full_tiles, partial_tiles: shares of all tiles in which no pair of row and key is visible, every pair, or some.
     support:    mean number of keys of a row that keep a weight above zero.
+    formed_tiles: share of tiles with a visible key whose scores are formed at all: less than 1 where norms of rows and keys and
+                a bias that falls with distance keep the rest below the thresholds of entmax.
+    saved:      with entmax, the share of a training step's products that `triton` leaves out (docs/entmax.md); else 0.
     """
 
     density: Tensor
@@ -37,6 +43,8 @@ class AttentionStatistics:
     full_tiles: Tensor
     partial_tiles: Tensor
     support: Tensor
+    formed_tiles: Tensor
+    saved: Tensor
 
 
 @torch.no_grad()
@@ -63,15 +71,19 @@ def statistics(
     # `import backlight` loads no backend
     from backlight.backends.tiled.counting import count
 
-    alive, pairs, mass, dead, live, rows, seen, full = count(call, lse, tile)
+    alive, pairs, mass, dead, live, rows, seen, full, formed = count(call, lse, tile)
     tiles = max(1, sum(-(-z.sq // tile[0]) * -(-z.sk // tile[1]) for z in call.segments()))
+    tried, lives = formed / seen.clamp(min=1), live / seen.clamp(min=1)
+    made = (FORMED_PRODUCTS * tried + LIVE_PRODUCTS * lives) / (FORMED_PRODUCTS + LIVE_PRODUCTS)
     return AttentionStatistics(
         density=alive / pairs.clamp(min=1),
         mass=mass / rows.clamp(min=1),
         dead_rows=dead / rows.clamp(min=1),
-        live_tiles=live / seen.clamp(min=1),
+        live_tiles=lives,
         empty_tiles=1 - seen / tiles,
         full_tiles=full / tiles,
         partial_tiles=(seen - full) / tiles,
         support=alive / rows.clamp(min=1),
+        formed_tiles=tried,
+        saved=torch.zeros_like(made) if call.entmax is None else 1 - made,
     )

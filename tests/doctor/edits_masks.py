@@ -70,6 +70,7 @@ def another_spec(changes: str, *directions: str) -> list[Edit]:
 
 MASKS: dict[str, list[Edit]] = {
     "mask-causal-backward": another_spec("causal=False", "backward"),
+    "mask-added-backward": another_spec("causal=True", "backward"),
     "mask-causal-forward": another_spec("causal=False", "forward"),
     "softmax-backward": [
         *another_spec("causal=False", "backward"),

@@ -35,6 +35,7 @@ TERMS: dict[str, list[Edit]] = {
         Edit("primitives", "(table * LOG2E)", "(table * LOG2E * call.scale)"),
         backward(DBIAS, DBIAS.replace("flip(-1)", "flip(-1) * call.scale")),
     ],
+    "bias-sign": [Edit("primitives", "(table * LOG2E)", "(table * -LOG2E)")],
     "bias-origin": [
         Edit(
             "primitives",

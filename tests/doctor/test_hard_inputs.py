@@ -76,6 +76,7 @@ def folded(q, k, v):
     return FoldedScale.apply(q, k, v)
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_scale_folded_into_k_is_no_defect(dtype):
     """Triton's tutorial does so: its gradients are off where outliers make scores of hundreds."""

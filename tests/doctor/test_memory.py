@@ -54,7 +54,7 @@ def test_what_is_written_beyond_the_end_is_a_defect():
     report = diagnose(subject, AttentionSpec(), shape=(1, 2, 72, 16), dtype=torch.float32)
     assert not kernel.escaped
     assert report.findings[0].id == "write-beyond-end"
-    assert "896 elements beyond a tensor of shape [1, 2, 72, 16]" in report.findings[0].evidence[0]
+    assert "896 elements beyond a tensor of shape [1, 2, 72, 16] of the forward" in report.findings[0].evidence[0]
 
 
 def test_room_changes_nothing_else():
@@ -67,4 +67,4 @@ def test_room_changes_nothing_else():
     assert torch.equal(made[2], torch.full((2, 3), 5.0))
     assert parameter.requires_grad
     assert len(room.allocated) == 3
-    assert not room.written_beyond()
+    assert not room.written_beyond("forward")

@@ -87,6 +87,8 @@ class Tiles:
     def forward(self, q, k, v, *, causal=False, window=None, softcap=None, bias=None, sink=None):
         o = self._options(q, k, v, causal, window, softcap)
         out = torch.empty_like(q) if v.shape[-1] == q.shape[-1] else q.new_empty(*q.shape[:3], o.dv)
+        if self.bug == "as many columns as threads":
+            out.zero_()
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         if self.bug == "last ring step wins":
             return self._last_step(o, q, k, v, out, lse)
@@ -128,6 +130,7 @@ class Tiles:
     def _forward(self, o: Options, q, k, v, bias, sink, out, lse, b: int, h: int, i0: int) -> None:
         i, kv = i0 + torch.arange(TILE), h // o.group
         rows = i[:, None] < o.sq
+        width = min(o.dv, 8) if self.bug == "as many columns as threads" else o.dv
         tile_q = load(q, cells(q.stride(), b, h, i, o.d), rows)
         m, total = torch.full((TILE,), -torch.inf), torch.zeros(TILE)
         if sink is not None:
@@ -155,7 +158,7 @@ class Tiles:
             total, m = total * fade + p.sum(1), higher
             acc = acc * fade[:, None] + p.to(v.dtype).float() @ tile_v
         acc = acc / torch.where(total == 0, 1.0, total)[:, None]
-        store(out, cells(out.stride(), b, h, i, o.dv), acc, rows)
+        store(out, cells(out.stride(), b, h, i, o.dv), acc, rows & (torch.arange(o.dv) < width))
         store(lse, b * lse.stride(0) + h * lse.stride(1) + i, m + torch.log(total), i < o.sq)
 
     # --- backward ---------------------------------------------------------------------------------------------------------
@@ -224,6 +227,11 @@ class Tiles:
         elif self.bug == "padded lse not written":
             # q and dO are 0 there, which was thought to be enough
             seen |= i[:, None] >= g.sq
+        elif self.bug == "keys bounded by the tile of rows":
+            # how many rows of the last tile exist, taken for how many keys do
+            seen &= j[None, :] - j[0] < min(TILE, g.sq - int(i[0]))
+        elif self.bug == "two rows share one window":
+            seen = g.visible(i // 2 * 2, j) & (i[:, None] < g.sq)
         return torch.where(seen, p, 0.0), slope
 
     def _dq(self, g: Options, do, q, k, v, kept, delta, bias, sink, dq, dbias, dsink, b, h, i0) -> None:
@@ -259,6 +267,11 @@ class Tiles:
                 inside = (distance >= 0) & (distance < dbias.shape[1])
                 store(dbias, h * dbias.stride(0) + distance * dbias.stride(1), ds, inside, add=True)
         strides = q.stride() if self.bug == "dq with strides of q" else dq.stride()
+        if self.bug == "accumulator cleared to a narrower width":
+            # sums lie in scratch of whole vectors of columns; the last vector is not cleared
+            scratch = acc.new_empty(acc.shape)
+            scratch[:, : g.d // 32 * 32] = 0
+            acc = scratch + acc
         store(dq, cells(strides, b, h, i, g.d), acc, rows)
 
     def _weights_of(self, g: Options, shift: int, tile_q, tile_k, kept, bias, b, h, i, j):
@@ -294,7 +307,21 @@ class Tiles:
             # head = share + group * kv, taken apart with the wrong count and put together again
             at = h % g.group * (q.shape[1] // g.group) + h // g.group * g.group
         for x, tile in zip(parts, (dk, dv), strict=True):
-            store(x, cells(x.stride(), b, at, j, x.shape[3]), tile, j[:, None].expand_as(tile) < g.sk)
+            where, inside = cells(x.stride(), b, at, j, x.shape[3]), j[:, None].expand_as(tile) < g.sk
+            if self.bug == "whole tiles of dk stored":
+                inside = torch.ones_like(inside)
+            elif self.bug == "columns stored beyond the row":
+                # the width is rounded up to whole vectors
+                wide = -(-x.shape[3] // 16) * 16
+                tile = torch.nn.functional.pad(tile, (0, wide - x.shape[3]))
+                where, inside = cells(x.stride(), b, at, j, wide), j[:, None].expand_as(tile) < g.sk
+            elif self.bug == "halves of dv stored apart" and x is parts[1]:
+                # the second half of the columns goes where a second tensor would begin
+                where = where + torch.where(torch.arange(x.shape[3]) < x.shape[3] // 2, 0, x.numel())
+            elif self.bug == "columns of dv by the step of dk" and x is parts[1]:
+                step = g.d // 2
+                where = where // g.dv * g.dv + torch.arange(g.dv) // step * step + torch.arange(g.dv) % (step // 2) * 2 % step
+            store(x, where, tile, inside)
 
 
 def tiles_of(x: Tensor) -> list[tuple[int, int, int]]:

@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from contextlib import ExitStack
 
-from backlight.backends.triton import BACKEND
+from backlight.backends.triton import BACKEND, entmax, live
 from backlight.backends.triton.config import KernelConfig
 from backlight.backends.triton.launch import Launch
 from backlight.backends.triton.live import sweep
@@ -83,3 +83,43 @@ def test_dead_tiles_are_left_out() -> None:
     assert live.shape == (2, 3, 6)
     visited = torch.ones(96, 96).tril().unflatten(0, (3, 32)).unflatten(2, (6, 16)).amax(dim=(1, 3))
     assert 0 < int(live.sum()) < 2 * int(visited.sum())
+
+
+def falling(sq: int, sk: int, **options: object) -> Problem:
+    """A bias that falls by 1 a key, over a table that reaches half as far as the keys do."""
+    case = Case("falling", b=2, hq=4, hkv=2, sq=sq, sk=sk, d=8, causal=True, bias=sk, entmax=(1.5, 1.3, 2.0, 1.7), **options)
+    problem = case.make(torch.float32)
+    problem.call.bias.copy_(-torch.arange(sk).float().expand(4, -1))
+    return problem
+
+
+@pytest.mark.parametrize(
+    ("sq", "sk", "options"), [(200, 200, {}), (30, 210, {"sink": True, "dlse": True}), (40, 160, {"scale": -0.4})]
+)
+def test_tiles_beyond_the_reach_of_norms_are_left_out(sq: int, sk: int, options: dict[str, object]) -> None:
+    problem = falling(sq, sk, **options)
+    call, dlse = problem.call, problem.dlse
+    asked: list[int] = []
+
+    def counted(*args: object) -> object:
+        found = honest(*args)
+        asked.append(int(found))
+        return found
+
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as monkeypatch:
+        for kernel in ("entmax", "live"):
+            stack.enter_context(override(f"triton.{kernel}", KernelConfig(16, 16, 4, 1)))
+        honest = live.reached
+        for module in (entmax, live):
+            monkeypatch.setattr(module, "reached", counted)
+        y, lse, u, _ = BACKEND.forward(call, True)
+        forward = sum(asked)
+        found = BACKEND.backward(call, y, lse, u, problem.dy, dlse, frozenset(call.gradients))
+    verdict = judge(call, problem.dy, dlse, {"y": y, "lse": lse} | found)
+    assert verdict.ok, f"{verdict}"
+    seen = torch.ones(sq, sk).tril(sk - sq)
+    padded = torch.nn.functional.pad(seen, (0, -sk % 16, 0, -sq % 16))
+    tiles = 8 * int(padded.unflatten(0, (-1, 16)).unflatten(2, (-1, 16)).amax(dim=(1, 3)).sum())
+    sweeps = 1 if dlse is None else 2
+    assert 0 < forward < tiles
+    assert 0 < sum(asked) - forward < sweeps * tiles / 2

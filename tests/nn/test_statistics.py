@@ -137,3 +137,18 @@ def test_a_cache_is_refused() -> None:
     layer = Attention(DIM, HEADS)
     with torch.no_grad(), statistics(layer), pytest.raises(ValueError, match="cache must be None where statistics are taken"):
         layer(torch.randn(1, 2, DIM), cache=backlight_nn.KVCache())
+
+
+def test_what_skipping_saves() -> None:
+    """A bias that falls with distance: far tiles lie below every threshold, by their norms already; without one none does."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 256, 8, dtype=torch.float64)
+    falling = -torch.arange(256.0, dtype=torch.float64).expand(2, -1)
+    options = {"causal": True, "entmax": torch.tensor([1.3, 1.8], dtype=torch.float64), "tile": (16, 16)}
+    found = backlight.statistics(q, k, v, bias=falling, **options)
+    assert bool((found.live_tiles <= found.formed_tiles).all())
+    assert bool((found.formed_tiles < 0.5).all())
+    torch.testing.assert_close(found.saved, 1 - (2 * found.formed_tiles + 12 * found.live_tiles) / 14)
+    plain = backlight.statistics(q, k, v, **options)
+    assert plain.formed_tiles.tolist() == [1, 1]
+    assert backlight.statistics(q, k, v, causal=True, bias=falling).saved.tolist() == [0, 0]

@@ -160,6 +160,8 @@ def _backward_slab(
     v_columns = columns(keys_of(call.v, slab).to(scores.operand))
     elastic = Elastic(call, slab, workspace) if call.tau is not None else None
     entmax = Entmax(call, slab) if call.entmax is not None else None
+    if entmax is not None:
+        entmax.skip_by_norms(scores)
 
     dk = torch.zeros_like(scores.k_columns, dtype=dtype) if "dk" in out else None
     dv = torch.zeros_like(v_columns, dtype=dtype) if "dv" in out else None
@@ -172,6 +174,7 @@ def _backward_slab(
         block_tiles = scores.visited(tiles(call.spec, i0, i1, z.sq, z.sk, config))
         if entmax is not None:
             entmax.start(block)
+            block_tiles = entmax.left(block_tiles, block.rows_of(incoming.lse[..., None]))
             do_exact, lse2, delta = _prepass_entmax(incoming, scores, entmax, block_tiles, out, sums)
         else:
             do_exact, lse2, delta = _prepass(incoming, call, block, elastic, out, sums)
@@ -187,6 +190,9 @@ def _backward_slab(
                 a, m = p, None
             else:
                 above = entmax.above(scores.tile(tile), lse2, part)
+                # elsewhere the question would wait for a device
+                if above.device.type == "cpu" and not bool(above.any()):
+                    continue
                 # ds has the slope where that of a softmax has p
                 (a, p), m = entmax.weights(above, part), None
             if elastic is not None:

@@ -59,7 +59,9 @@ def config_of(call: Call) -> Config:
 
 def _heuristic_of(call: Call, sq: int, sk: int, width: int, heads: int) -> Config:
     found = heuristic(call.group, sq, sk, width, heads, call.q.device)
-    return found if call.rows is None else replace(found, block_n=min(found.block_n, MASKED_KEYS))
+    # tiles that entmax leaves out, too
+    leaves_out = call.rows is not None or (call.entmax is not None and call.bias is not None)
+    return replace(found, block_n=min(found.block_n, MASKED_KEYS)) if leaves_out else found
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,13 @@ WEIGHTS = 2**22
 
 
 def count(call: Call, lse: Tensor, tile: tuple[int, int]) -> Tensor:
-    """[8, Hq]: weights above zero, visible pairs, the sum of weights, rows without a weight, live tiles, rows that see a key,
-    tiles with a visible pair, tiles in which all pairs are visible.
+    """[9, Hq]: weights above zero, visible pairs, the sum of weights, rows without a weight, live tiles, rows that see a key,
+    tiles with a visible pair, tiles in which all pairs are visible, tiles with a visible pair whose scores must be formed.
 
-    A live tile has a weight above zero; tiles of `tile` (rows, keys) start at the first row and key of a sequence.
+    A live tile has a weight above zero; tiles of `tile` (rows, keys) start at the first row and key of a sequence. Scores need
+    not be formed where norms keep them below the thresholds of entmax (eq. 85).
     """
-    sums = torch.zeros(8, call.q.shape[1], dtype=torch.float64, device=call.q.device)
+    sums = torch.zeros(9, call.q.shape[1], dtype=torch.float64, device=call.q.device)
     for z in call.segments():
         for kv_head in range(call.k.shape[1]):
             heads = slice(kv_head * call.group, (kv_head + 1) * call.group)
@@ -38,14 +39,16 @@ def count(call: Call, lse: Tensor, tile: tuple[int, int]) -> Tensor:
 
 
 def _count_slab(call: Call, slab: Slab, lse: Tensor, tile: tuple[int, int]) -> Tensor:
-    """[8, r] of the query heads of one key head."""
+    """[9, r] of the query heads of one key head."""
     z = slab.segment
     step = max(1, WEIGHTS // max(1, call.group * z.sk * tile[0])) * tile[0]
     workspace = Workspace(call.group * min(step, z.sq) * z.sk, call.q, call.accumulator_dtype)
     scores = Scores(call, slab, workspace)
     elastic = Elastic(call, slab, workspace) if call.tau is not None else None
     entmax = Entmax(call, slab) if call.entmax is not None else None
-    sums = torch.zeros(8, call.group, dtype=torch.float64, device=call.q.device)
+    if entmax is not None:
+        entmax.skip_by_norms(scores)
+    sums = torch.zeros(9, call.group, dtype=torch.float64, device=call.q.device)
     for i0 in range(0, z.sq, step):
         i1 = min(i0 + step, z.sq)
         here = Tile(i0, i1, *call.spec.key_range(i0, i1, z.sq, z.sk))
@@ -76,8 +79,24 @@ def _count_slab(call: Call, slab: Slab, lse: Tensor, tile: tuple[int, int]) -> T
         n, survivors = seen, m.sum(dim=-1, keepdim=True)
         counts = (survivors, n, a.sum(dim=-1, keepdim=True), (survivors == 0) & (n > 0), n > 0)
         found = [block.sum_positions(each.double())[0] for each in counts]
-        sums += torch.stack([*found[:4], _tiles(m, here, call.group, tile).any_of(), found[4], some, whole])
+        formed = some
+        if entmax is not None and entmax.reach is not None:
+            formed = _formed(entmax, block.rows_of(lse[..., None]), tiles, here)
+        sums += torch.stack([*found[:4], _tiles(m, here, call.group, tile).any_of(), found[4], some, whole, formed])
     return sums
+
+
+def _formed(entmax: Entmax, lse: Tensor, tiles: _Tiled, here: Tile) -> Tensor:
+    """[r]: tiles with a visible pair whose scores norms do not keep below the thresholds."""
+    assert entmax.reach is not None
+    visible = tiles.cells.any(dim=4).any(dim=2)
+    (_, _, rows, _, keys), found = tiles.cells.shape, torch.zeros(len(visible), dtype=torch.float64, device=lse.device)
+    for a, b in visible.any(dim=0).nonzero().tolist():
+        i0, j0 = here.i0 + a * rows, tiles.first_key + b * keys
+        tile = Tile(i0, min(i0 + rows, here.i1), max(j0, here.j0), min(j0 + keys, here.j1))
+        weighs = entmax.reach.weighs(tile, lse, entmax.gain).squeeze(-1).unflatten(1, (-1, len(visible))).any(dim=1)
+        found += (weighs[0] & visible[:, a, b]).double()
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from backlight.backends.tiled.config import Slab, Tile
 from backlight.backends.tiled.primitives import Block, Scores, add_product_, heads_of
+from backlight.backends.tiled.reach import Reach, limits
 from backlight.call import Call
 from backlight.spec import LN2
 from backlight.thresholds import Bound, Sums, power
@@ -31,8 +32,15 @@ class Entmax:
         dtype = call.accumulator_dtype
         self.alphas = heads_of(call.entmax, slab, call.group, dtype)
         self.sinks = None if call.sink is None else heads_of(call.sink, slab, call.group, dtype)
+        self.reach: Reach | None = None
+
+    def skip_by_norms(self, scores: Scores) -> None:
+        """Where that may leave tiles out."""
+        self.reach = Reach(scores) if limits(scores.call) else None
 
     def start(self, block: Block) -> None:
+        if self.reach is not None:
+            self.reach.start(block)
         alpha = block.repeat_positions(self.alphas)
         self.rate, self.gain, self.e = alpha - 1, (alpha - 1) * LN2, 1 / (alpha - 1)
         self.kappa = None if self.sinks is None else block.repeat_positions(self.sinks)
@@ -46,7 +54,7 @@ class Entmax:
 
     def forward(self, scores: Scores, v: Tensor, tiles: list[Tile]) -> tuple[Tensor, Tensor, Tensor]:
         """(lse [N, rows, 1], o, u [N, rows, Dv]) of the started block."""
-        theta, largest = self._bound(scores, tiles)
+        theta, largest, tiles = self._bound(scores, tiles)
         for _ in range(MOST_SWEEPS):
             sums = self._sums(scores, theta, tiles)
             room = torch.where(theta > -math.inf, largest - theta, 0)
@@ -57,8 +65,11 @@ class Entmax:
                 break
         return self._last(scores, v, theta, tiles)
 
-    def _bound(self, scores: Scores, tiles: list[Tile]) -> tuple[Tensor, Tensor]:
-        """Eq. 84: a lower bound of the thresholds, and the largest z of each row."""
+    def _bound(self, scores: Scores, tiles: list[Tile]) -> tuple[Tensor, Tensor, list[Tile]]:
+        """Eq. 84: a lower bound of thresholds, the largest z of each row, and the tiles that reach above the bound (eq. 85).
+
+        Under norms from the last tile to the first: near keys, whose bias is high, raise the bound before far ones are asked.
+        """
         theta = scores.q.new_full((*scores.q.shape[:2], 1), -math.inf, dtype=scores.dtype)
         line, slope = torch.zeros_like(theta), torch.zeros_like(theta)
         largest = theta.clone()
@@ -68,17 +79,23 @@ class Entmax:
             theta.copy_(self.sink - 1)
             line = (theta > -math.inf).to(theta.dtype)
             slope = line.clone()
-        for tile in tiles:
+        tops: list[tuple[Tile, Tensor]] = []
+        for tile in tiles if self.reach is None else reversed(tiles):
             part = scores.block.part(tile)
+            if self.reach is not None and bool((self.reach.most(tile) * self.gain[:, part] <= theta[:, part]).all()):
+                continue
             e, z = self.e[:, part], scores.tile(tile).mul_(self.gain[:, part])
             top = z.amax(dim=-1, keepdim=True)
+            tops.append((tile, top))
             largest[:, part] = torch.maximum(largest[:, part], top)
             bound = Bound(theta[:, part], line[:, part], slope[:, part])
             new = torch.maximum(bound.theta, top - 1)
             u = z.sub_(bound.moved(new)[0]).clamp_(min=0)
             f, w = (power(u, exponent).sum(dim=-1, keepdim=True) for exponent in (e, e - 1))
             theta[:, part], line[:, part], slope[:, part] = bound.joined(new, f, w, e)
-        return theta, largest
+        if self.reach is not None:
+            tops.reverse()
+        return theta, largest, [tile for tile, top in tops if bool((top > theta[:, scores.block.part(tile)]).any())]
 
     def _sums(self, scores: Scores, theta: Tensor, tiles: list[Tile]) -> Sums:
         sums = Sums(*(torch.zeros_like(theta) for _ in range(3)))
@@ -116,6 +133,12 @@ class Entmax:
             o.masked_fill_(endless, 0)
             u.masked_fill_(endless, 0)
         return lse, o, u
+
+    def left(self, tiles: list[Tile], lse: Tensor) -> list[Tile]:
+        """Without the tiles that norms keep below thresholds."""
+        if self.reach is None:
+            return tiles
+        return [tile for tile in tiles if bool(self.reach.weighs(tile, lse, self.gain).any())]
 
     # --- both directions -----------------------------------------------------------------------------------------------------
 

@@ -54,6 +54,8 @@ def _forward_slab(call: Call, slab: Slab, config: Config, workspace: Workspace, 
     known_lse = None if call.part is None else call.part.lse
     elastic = Elastic(call, slab, workspace) if call.tau is not None else None
     entmax = Entmax(call, slab) if call.entmax is not None else None
+    if entmax is not None:
+        entmax.skip_by_norms(scores)
     sink = None if call.sink is None else heads_of(call.sink, slab, call.group, call.accumulator_dtype)
     for i0, i1 in row_blocks(z.sq, config):
         block = Block(slab, call.group, i0, i1)

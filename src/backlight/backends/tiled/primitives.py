@@ -277,6 +277,16 @@ class Bias:
         part = s2[:, :, j0 - tile.j0 : j1 - tile.j0].unflatten(1, (-1, self.group))
         part += toeplitz.transpose(1, 2)
 
+    def largest(self, tile: Tile) -> Tensor:
+        """[N, r]: the largest entry that a tile's distances meet, 0 for those outside of the table."""
+        overlap = self._overlap(tile)
+        if overlap is None:
+            return self.mirrored.new_zeros(self.mirrored.shape[:2])
+        j0, j1, m0, m1 = overlap
+        top = self.mirrored[..., max(m0, 0) : min(m1, self.length)].amax(dim=-1)
+        covered = (j0, j1) == (tile.j0, tile.j1) and m0 >= 0 and m1 <= self.length
+        return top if covered else top.clamp(min=0)
+
     def add_diagonals_(self, dmirrored: Tensor, ds: Tensor, tile: Tile) -> None:
         """dmirrored [N, r, n] += sums of ds along its diagonals (eq. 22)."""
         overlap = self._overlap(tile)

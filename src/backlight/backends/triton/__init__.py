@@ -55,6 +55,7 @@ class TritonBackend:
     summary = "portable GPU kernels, fp16 bf16 fp32, every variant"
     takes = frozenset(
         {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "entmax", "rows", "pos", "packed", "part"}
+        | {"entmax_part"}
     )
     order = "a program for each tile of a sequence, no sum across programs; dq, dk and dv from kernels of their own"
     # a new term has no derivatives until it is named here too
@@ -117,6 +118,12 @@ class TritonBackend:
             if interpreting()
             else replayed(backward, call, tensors, needs, setting(call.q.dtype))
         )
+
+    def entmax_sums(self, call: Call) -> Tensor:
+        from backlight.backends.triton.live import part_sums
+
+        with torch.no_grad():
+            return part_sums(call)
 
     def tangent(self, call: Call, tangents: dict[str, Tensor], known: tuple[Any, ...] | None) -> tuple[Any, ...]:
         if call.tau is not None:

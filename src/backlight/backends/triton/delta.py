@@ -108,7 +108,8 @@ def _delta_kernel(given, made, pitch16, packing, geometry, sq, sk, n_segments, V
     sees_nothing = lse == float("-inf")
     if given.dlse_ptr is not None:
         dlse = tl.load(given.dlse_ptr + from_first + lanes, mask=exists, other=0.0).to(tl.float32)
-        if V.ENTMAX != 0:
+        # of a part it is -delta of the whole row
+        if V.ENTMAX != 0 and not V.PART:
             dlse = dlse / tl.load(given.slopes_ptr + from_first + lanes, mask=exists, other=1.0)
         delta -= tl.where(sees_nothing, 0.0, dlse)
     if V.SINK:
@@ -138,7 +139,8 @@ def prepare_rows(
 ) -> RowState:
     """Fills dgate, dtau and dsink of `out` where the spec has them."""
     call = launch.call
-    slopes = None if call.entmax is None or dlse is None else sweep(launch, lse, None, None, wants_slopes=True)[0]
+    divided = call.entmax is not None and dlse is not None and launch.known_part is None
+    slopes = sweep(launch, lse, None, None, wants_slopes=True)[0] if divided else None
     y, dy = launch.readable(y), launch.readable(dy)
     low = rows_of(launch.readable(u)) if call.exact_delta and u is not None else None
     u = y if u is None else launch.readable(u)

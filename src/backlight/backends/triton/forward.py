@@ -180,7 +180,8 @@ def forward(call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None, Te
     y = launch.empty_rows(call.v.shape[-1], call.output_dtype)
     kept = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device) if save_u and call.keeps else None
     if call.entmax is not None:
-        lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device)
+        known = launch.known_part
+        lse = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device) if known is None else compact(known.lse)
         entmax_of(launch, y, lse, kept)
         return y, lse, kept, None
     peaks = torch.empty(call.q.shape[:3], dtype=torch.float32, device=call.q.device) if call.max_logit else None

@@ -81,7 +81,8 @@ class Launch(Preparing):
             self.start(kernel, grid, *own, *descriptors, *others, *values, *pair, *shared, **named, **config.launch)
 
     @property
-    def elastic_part(self) -> Part | None:
+    def known_part(self) -> Part | None:
+        """The part of rows whose lse is known, which a call with tau or entmax may be."""
         part = self.call.part
         return None if part is None or part.lse is None else part
 
@@ -157,9 +158,8 @@ class Launch(Preparing):
     @cached_property
     def counts(self) -> Tensor:
         """Visible keys of rows where kernels do not count them: of parts [Sq], under a mask [B|1, Hq|1, Sq]."""
-        part = self.elastic_part
-        if part is not None:
-            assert part.n is not None
+        part = self.known_part
+        if part is not None and part.n is not None:
             return compact(part.n)
         return self.q if self.call.rows is None or self.call.tau is None else self._count(self.call.rows)
 
@@ -242,7 +242,7 @@ class Launch(Preparing):
             LIVE=self.live is not None,
             GATE=spec.gate,
             VARLEN=call.varlen,
-            PART=self.elastic_part is not None,
+            PART=self.known_part is not None,
             INTERVALS=0 if call.rows is None else call.rows.shape[2] // 2,
             POS=spec.pos,
             LINEAR=spec.softcap is None and not spec.pair_bias and self.logit_units[0] == 1.0,

@@ -11,18 +11,21 @@ from torch import Tensor
 
 from backlight.backends.triton.band import head_table
 from backlight.backends.triton.config import KernelConfig
-from backlight.backends.triton.entmax import Place, scores
+from backlight.backends.triton.entmax import CHUNK, Place, Work, either, scores
 from backlight.backends.triton.launch import Launch, compact, rows_of
 from backlight.backends.triton.loads import key_tile, own_tile
 from backlight.backends.triton.powers import above, alpha_of, raised, sink_above
 from backlight.backends.triton.primitives import LOG2E, Frame, key_span, row_block
+from backlight.backends.triton.reach import TOGETHER, candidates_of, reach_of, reached
 from backlight.backends.triton.visits import Mask, intervals_of, tiles_of, visited, visits_of
+from backlight.call import Call
 
 LIST_BLOCK = 256
 
 
 class Given(NamedTuple):
-    """Rows of q, k, v and do, and the rest by pointers; dlse is None where there is none."""
+    """Rows of q, k, v and do, and the rest by pointers; dlse is None where there is none, eta where rows have all of their keys
+    here."""
 
     q: Any
     k: Any
@@ -30,28 +33,21 @@ class Given(NamedTuple):
     do: Any
     lse_ptr: Any
     dlse_ptr: Any
+    eta_ptr: Any
     table_ptr: Any
     sink_ptr: Any
     pair: Any
+    reach: Any = None
 
 
 class Made(NamedTuple):
-    """W [B,Hq,Sq], a byte for each tile of the kernel, and parts of dentmax by program; None for what is not wanted."""
+    """W [B,Hq,Sq], a byte for each tile of the kernel, parts of dentmax by program, and F, W, W2 and the sum of p ln p
+    [4,B,Hq,Sq]; None for what is not wanted."""
 
     slopes_ptr: Any
     live_ptr: Any
     dalpha_ptr: Any
-
-
-@triton.jit
-def with_alpha(entropy, of_keys, moved, slopes, u, dp, e):
-    """Sums of rows with one tile more: of p ln p, of (e p - p ln p) dp and of slopes times dp."""
-    p = slopes * u
-    own = tl.where(u > 0, p * e * tl.log(u), 0.0)
-    entropy += tl.sum(own, 1)
-    of_keys += tl.sum((p * e - own) * dp, 1)
-    moved += tl.sum(slopes * dp, 1)
-    return entropy, of_keys, moved
+    sums_ptr: Any
 
 
 @triton.jit
@@ -75,6 +71,8 @@ def _entmax_rows_kernel(
     TMA: tl.constexpr = k_desc is not None
     BY_ALPHA: tl.constexpr = made.dalpha_ptr is not None
     LIVE: tl.constexpr = made.live_ptr is not None
+    SUMS: tl.constexpr = made.sums_ptr is not None
+    WEIGHTS: tl.constexpr = BY_ALPHA or SUMS or made.slopes_ptr is not None
     block = row_block(frame.packing, sq, sk, n_segments, geometry, V, BM)
     lanes = tl.arange(0, BM)
     exists = lanes < block.n_rows
@@ -99,29 +97,77 @@ def _entmax_rows_kernel(
     entropy = w
     of_keys = w
     moved = w
+    f = w
+    w2 = w
+    REACH: tl.constexpr = given.reach is not None
+    # tiles that are told of together: under norms, those of them that may reach above the thresholds
+    TILES: tl.constexpr = TOGETHER if REACH else CHUNK
+    if REACH:
+        candidates = candidates_of(given.reach, q, block, alpha, key_tiles, geometry, BN)
+        work = Work(q, given.k, place, geometry, visits, None, 0.0, e, 0.0)
+        sees = exists & (lse > float("-inf"))
+        low = tl.min(tl.where(sees, lse * (alpha - 1) - 1, float("inf")), 0)
+        list_ptr = given.reach.list + (tl.cast(tl.program_id(1), tl.int64) * tl.num_programs(0) + block.tile) * key_tiles
     if visits.start < visits.stop:
-        for step in range(visits.start, visits.stop, BN):
-            j0, at_edge = visited(step, visits, V, BN)
-            k = key_tile(given.k, k_desc, block, j0, BN, V.D, V.BD, TMA)
-            x = scores(q, k, j0, at_edge, place, geometry, V, PAIR_TMA, BM, BN)
-            u = above(x * geometry.unit - lse2[:, None], alpha)
+        for chunk in range(visits.start, visits.stop, TILES * BN):
+            bits = tl.zeros([BM], tl.int32)
+            stop = tl.minimum(chunk + TILES * BN, visits.stop)
+            if REACH:
+                asked = reached(list_ptr, candidates, chunk, low, work, BM, BN)
+                stop = chunk + asked * BN
+            for step in range(chunk, stop, BN):
+                j0, at_edge = visited(step, visits, V, BN)
+                if REACH:
+                    j0 = tl.load(list_ptr + (step - chunk) // BN).to(tl.int32) * BN
+                k = key_tile(given.k, k_desc, block, j0, BN, V.D, V.BD, TMA)
+                x = scores(q, k, j0, at_edge, place, geometry, V, PAIR_TMA, BM, BN)
+                if LIVE:
+                    top = above(tl.max(x, 1) * geometry.unit - lse2, alpha)
+                    bits |= (top > 0).to(tl.int32) << ((step - chunk) // BN)
+                if WEIGHTS:
+                    u = above(x * geometry.unit - lse2[:, None], alpha)
+                    slopes = raised(u, e, V, 1)
+                    w += tl.sum(slopes, 1)
+                if BY_ALPHA or SUMS:
+                    p = slopes * u
+                    # p ln p
+                    own = tl.where(u > 0, p * e * tl.log(u), 0.0)
+                    entropy += tl.sum(own, 1)
+                if SUMS:
+                    f += tl.sum(p, 1)
+                    w2 += tl.sum(raised(u, e, V, 2), 1)
+                if BY_ALPHA:
+                    v = key_tile(given.v, v_desc, block, j0, BN, V.DV, V.BDV, TMA)
+                    dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
+                    of_keys += tl.sum((p * e - own) * dp, 1)
+                    moved += tl.sum(slopes * dp, 1)
             if LIVE:
-                alive = tl.max((tl.max(u, 1) > 0).to(tl.int32), 0)
-                tl.store(live_ptr + j0 // BN, alive.to(tl.int8))
-            slopes = raised(u, e, V, 1)
-            w += tl.sum(slopes, 1)
-            if BY_ALPHA:
-                v = key_tile(given.v, v_desc, block, j0, BN, V.DV, V.BDV, TMA)
-                dp = tl.dot(do, tl.trans(v), input_precision=V.PRECISION)
-                entropy, of_keys, moved = with_alpha(entropy, of_keys, moved, slopes, u, dp, e)
+                told = tl.arange(0, TILES)
+                tiles = chunk // BN + told
+                exist = tiles < key_tiles
+                if REACH:
+                    tiles = tl.load(list_ptr + told, mask=told < asked, other=0).to(tl.int32)
+                    exist = told < asked
+                alive = (tl.reduce(bits, 0, either) >> told) & 1
+                tl.store(live_ptr + tiles, alive.to(tl.int8), mask=exist)
     if V.SINK:
         w, entropy = with_sink(w, entropy, given.sink_ptr + block.h, lse, alpha, V)
     weighs = w > 0
     safe_w = tl.where(weighs, w, 1.0)
     if made.slopes_ptr is not None:
         tl.store(made.slopes_ptr + from_first + lanes, safe_w, mask=exists)
+    if SUMS:
+        step = tl.cast(tl.num_programs(1), tl.int64) * sq
+        sums_ptr = made.sums_ptr + from_first + lanes
+        tl.store(sums_ptr, f, mask=exists)
+        tl.store(sums_ptr + step, w, mask=exists)
+        tl.store(sums_ptr + 2 * step, w2, mask=exists)
+        tl.store(sums_ptr + 3 * step, entropy, mask=exists)
     if BY_ALPHA:
-        eta = (e - entropy) / safe_w
+        if given.eta_ptr is None:
+            eta = (e - entropy) / safe_w
+        else:
+            eta = tl.load(given.eta_ptr + from_first + lanes, mask=exists, other=0.0)
         rows = of_keys - eta * moved
         if given.dlse_ptr is not None:
             rows -= tl.load(given.dlse_ptr + from_first + lanes, mask=exists, other=0.0).to(tl.float32) * (e - eta)
@@ -187,6 +233,25 @@ def sweep(
         shape = (grid[1], grid[0], max(1, -(-call.k.shape[2] // config.block_n)))
         live = torch.zeros(shape, dtype=torch.int8, device=lse.device)
         launch.live = Live(live, config)
+    # of a part dlse is -delta, which this gradient does not see
+    _start(launch, lse, None if launch.known_part is not None else dlse, do, Made(slopes, live, parts, None))
+    return slopes, None if parts is None else launch.head_sums(parts, call.entmax.dtype, "dentmax")
+
+
+def part_sums(call: Call) -> Tensor:
+    """[4,B,Hq,Sq]: F, W, W2 and the sum of p ln p of a part's rows at its lse."""
+    launch = Launch(call)
+    assert launch.known_part is not None
+    lse = compact(launch.known_part.lse)
+    made = torch.empty((4, *lse.shape), dtype=torch.float32, device=lse.device)
+    _start(launch, lse, None, None, Made(None, None, None, made))
+    return made
+
+
+def _start(launch: Launch, lse: Tensor, dlse: Tensor | None, do: Tensor | None, made: Made) -> None:
+    call, config, part = launch.call, launch.config("live"), launch.known_part
+    grid = launch.row_grid(config.block_m)
+    eta = None if part is None or part.eta is None else compact(part.eta)
     if grid[0] and grid[1]:
         packing, geometry, *lengths = launch.shared(call.cu_seqlens_q, config.block_m)
         pair_tma, (pair, pair_desc) = launch.pair(config)
@@ -194,8 +259,17 @@ def sweep(
         launch.start(
             _entmax_rows_kernel,
             grid,
-            Given(*rows, lse, None if dlse is None else compact(dlse), launch.table, launch.sink, pair),
-            Made(slopes, live, parts),
+            Given(
+                *rows,
+                lse,
+                None if dlse is None else compact(dlse),
+                eta,
+                launch.table,
+                launch.sink,
+                pair,
+                reach_of(launch, config),
+            ),
+            made,
             *launch.all_described(config, (), (launch.k, launch.v)),
             pair_desc,
             Frame(launch.given_mask(config, of_rows=True), packing, geometry),
@@ -204,7 +278,6 @@ def sweep(
             PAIR_TMA=pair_tma,
             **config.launch,
         )
-    return slopes, None if parts is None else launch.head_sums(parts, call.entmax.dtype, "dentmax")
 
 
 def lists_of(launch: Launch, live: Live, config: KernelConfig, of_rows: bool) -> Mask:

@@ -23,22 +23,32 @@ def raised(u, e, V: tl.constexpr, LESS: tl.constexpr):
     return found
 
 
+# below everything that a sum of weights can be: what is divided by it stays finite
+TINY = tl.constexpr(1.0e-30)
+
+
 @triton.jit
 def rooted(f, e, V: tl.constexpr):
-    """f ** (1 / e); f is not negative."""
+    """(f ** (1 / e), that over f, f over that), 0 for 0; f is not negative."""
     if V.ENTMAX == 1:
-        found = f
+        root = f
+        over = tl.where(f > 0, 1.0, 0.0)
+        rest = over
     elif V.ENTMAX == 2:
-        found = tl.sqrt(f)
+        over = tl.rsqrt(tl.maximum(f, TINY))
+        root = f * over
+        rest = root
     else:
-        found = tl.where(f > 0, tl.exp2(tl.log2(f) / e), 0.0)
-    return found
+        root = tl.where(f > 0, tl.exp2(tl.log2(f) / e), 0.0)
+        over = root / tl.maximum(f, TINY)
+        rest = f / tl.maximum(root, TINY)
+    return root, over, rest
 
 
 @triton.jit
-def newton(f, w, root):
-    """Eq. 81: the step of a threshold; root: f ** (1 / e). 0 where nothing weighs."""
-    return tl.where(w > 0, (f - f / tl.where(root > 0, root, 1.0)) / tl.where(w > 0, w, 1.0), 0.0)
+def newton(f, w, rest):
+    """Eq. 81: the step of a threshold, 0 where nothing weighs; rest: f over f ** (1 / e)."""
+    return (f - rest) / tl.maximum(w, TINY)
 
 
 @triton.jit

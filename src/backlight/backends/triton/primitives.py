@@ -149,7 +149,7 @@ class Variant(NamedTuple):
     LIVE: bool
     GATE: bool
     VARLEN: bool
-    # one part of an elastic row: lse and n of the whole row are given
+    # one part of a row with tau or entmax: lse of the whole row is given, with tau also n
     PART: bool
     # of each key, in a mask by row intervals: 0 without a mask, 1 or 2
     INTERVALS: int

@@ -15,6 +15,7 @@ import torch
 from backlight.doctor.defects import (
     borrowed,
     calls,
+    columns,
     heads,
     intervals,
     layouts,
@@ -54,6 +55,7 @@ DEFECTS: tuple[Defect, ...] = (
     *maxima.DEFECTS,
     *softcaps.DEFECTS,
     *layouts.DEFECTS,
+    *columns.DEFECTS,
     *terms.DEFECTS,
     *pairs.DEFECTS,
     *sparse.DEFECTS,

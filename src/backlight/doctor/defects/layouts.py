@@ -45,7 +45,7 @@ _layout = partial(Defect, family="heads", demo=CAUSAL_TILES)
 DEFECTS = [
     _layout(
         "kv-layout-backward",
-        "in the backward {detail}: the forward reads it right",
+        "in the backward {detail}: the forward reads right",
         "the backward has strides of its own for k or v, of another layout, or takes those of q",
         "p (bwd)",
         "o is right and every gradient is wrong by its own size; k or v, solved from the backward's own weights, is elsewhere",
@@ -56,7 +56,7 @@ DEFECTS = [
 ]
 
 
-def read_backward(name: str, take: Callable[[Tensor], Tensor], words: str) -> Defect:
+def read_backward(which: tuple[str, ...], take: Callable[[Tensor], Tensor], words: str) -> Defect:
     """The entry with the one reading that was found in the kernel."""
-    mutant = _reading((name,), take, words)
-    return replace(DEFECTS[0], variants=lambda call: [mutant], stage="dp" if name == "v" else "p (bwd)")
+    mutant = _reading(which, take, words)
+    return replace(DEFECTS[0], variants=lambda call: [mutant], stage="p (bwd)" if "k" in which else "dp")

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from backlight.call import Call
-from backlight.doctor.defects.defect import CAUSAL, CAUSAL_TILES, Defect, always, causal, empty_rows, masked
+from backlight.doctor.defects.defect import CAUSAL, CAUSAL_TILES, Defect, always, causal, empty_rows, lengths_differ, masked
 from backlight.doctor.defects.mutants import Mutant, in_both_halves, other_spec
+from backlight.doctor.defects.tails import TILES
 from backlight.reference import STAGES
 
 NO_KEYS = CAUSAL | {"sk": 100}
@@ -64,6 +65,14 @@ def own_softmaxes(call: Call) -> list[Mutant]:
     return [replace(mutant, detail=words) for words, mutant in (*found, *own_delta)]
 
 
+def _masks_added(call: Call) -> list[Mutant]:
+    """Aligned to the last key, or to the first where that differs."""
+    added = [Mutant(sees_backward=other_spec(causal=True, window=(call.spec.left, None)))]
+    if lengths_differ(call):
+        added.append(Mutant(backward={"s": hide(lambda distance, sk: distance < sk - call.q.shape[2], call.spec.bias_origin)}))
+    return added
+
+
 def one_future(call: Call) -> Callable[[Call], Call]:
     return other_spec(causal=False, window=(call.spec.left, 1))
 
@@ -95,6 +104,27 @@ def _unguarded(s, lse):
     return torch.exp(s - lse[:, None])
 
 
+def _mean_of_tiles(tile: int) -> Mutant:
+    """The keys of the tiles that a row's tile visits, all with the weight of a fill value; the backward masks its weights."""
+
+    def o(a, v, n):
+        sq, sk = a.shape
+        rows = torch.arange(sq, device=a.device)[:, None]
+        end = -(-(rows // tile * tile + tile + sk - sq) // tile) * tile
+        filled = (torch.arange(sk, device=a.device)[None, :] < end.clamp(max=sk)).to(a.dtype)
+        return torch.where(n == 0, filled / filled.sum(dim=1, keepdim=True).clamp(min=1), a) @ v
+
+    return Mutant(forward={"o": o})
+
+
+def _means(call: Call) -> list[Mutant]:
+    everywhere = [
+        in_both_halves({"m": _all_where_empty}, s=_finite_fill),
+        Mutant(forward={"s": _finite_fill}, backward={"p": _ones_where_empty, "m": _all_where_empty}),
+    ]
+    return everywhere + ([_mean_of_tiles(tile) for tile in TILES] if causal(call) and call.tau is None else [])
+
+
 _causal = partial(Defect, family="masks", needs=causal, demo=CAUSAL)
 _empty_rows = partial(
     Defect, family="masks", confirm="spec law: o = 0, lse = -inf, gradients 0 there", needs=empty_rows, demo=NO_KEYS
@@ -121,6 +151,18 @@ DEFECTS = [
         confirm="mutant; tomography of the forward's weights",
         variants=lambda call: [Mutant(sees=without_causal(call), sees_backward=own_mask(call))],
         demo=CAUSAL_TILES,
+    ),
+    _causal(
+        "mask-added-backward",
+        "the backward applies a causal mask that the call does not have",
+        "the backward's kernels are written for causal attention and run for every call",
+        "p (bwd)",
+        "o is right; I2 and I3 fail; the backward's weights above the diagonal are 0",
+        "Ask for a causal mask: the comparison must turn healthy.",
+        confirm="mutant; tomography of the backward's weights",
+        needs=lambda call: not causal(call) and call.rows is None,
+        variants=_masks_added,
+        demo={"spec": {}},
     ),
     _causal(
         "softmax-backward",
@@ -186,10 +228,7 @@ DEFECTS = [
         "o",
         "errors only in rows without visible keys",
         "Add 1 to every v: the wrong rows must move by 1.",
-        variants=always(
-            in_both_halves({"m": _all_where_empty}, s=_finite_fill),
-            Mutant(forward={"s": _finite_fill}, backward={"p": _ones_where_empty, "m": _all_where_empty}),
-        ),
+        variants=_means,
     ),
     _empty_rows(
         "empty-rows-all",

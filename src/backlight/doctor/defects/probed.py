@@ -79,6 +79,16 @@ PROBED: dict[str, Defect] = {
             severity="precision",
         ),
         Defect(
+            "maximum-hidden-tile",
+            "rows are NaN where the first tile of keys that they meet is hidden from them: tiles of {detail}",
+            "the running maximum is still -inf, and -inf minus -inf is formed; later keys cannot mend a NaN",
+            "lse",
+            "the rows that are not finite are those that see nothing in the first tile their own tile visits",
+            "Subtract 0 where the maximum is -inf: the comparison must turn healthy.",
+            family="lse",
+            confirm="which rows are not finite, against all tile sizes",
+        ),
+        Defect(
             "hard-inputs",
             "right on ordinary inputs and wrong on {detail}",
             "a running maximum that starts or stays at the wrong value, an exp that leaves its range, or a bound on the scores",

@@ -59,6 +59,22 @@ READ: dict[str, Defect] = {
             OTHER_TILE,
         ),
         _cells(
+            "mask-read",
+            "the forward has another mask: {detail}",
+            "rows, keys or an offset of the mask are not those of the call",
+            "p",
+            "o and lse are wrong; weights of visible keys are 0 and those of hidden ones are not",
+            OTHER_TILE,
+        ),
+        _cells(
+            "mask-read-backward",
+            "the backward has another mask than the forward: {detail}",
+            "rows, keys or an offset of the backward's mask are not those of the call",
+            "p (bwd)",
+            "dv and dk are wrong; weights of visible keys are 0 and those of hidden ones are not",
+            OTHER_TILE,
+        ),
+        _cells(
             "cells-lost-dk",
             "dk leaves out pairs of rows and keys: {detail}",
             "a loop of the dk/dv kernel ends early for dk alone",
@@ -139,6 +155,20 @@ def named(name: str, mutants: Iterable[Mutant]) -> Defect:
 def lost_forward(cells: Cells, detail: str) -> list[Mutant]:
     s = without(cells)
     return [Mutant(forward={"s": s}, detail=detail), in_both_halves(s=s, detail=f"{detail}; the backward does too")]
+
+
+def other_mask(lost: Cells, leaked: Cells, detail: str, forward: bool) -> list[Mutant]:
+    """Some visible keys hidden and some hidden ones seen: in the forward, with the backward or without, or in that alone."""
+
+    def s(capped, bias, column, pair_bias, visible):
+        size = (*visible.shape, visible.device)
+        return STAGES["s"].compute(capped, bias, column, pair_bias, (visible & ~lost(*size)) | leaked(*size))
+
+    stages = showing(s)
+    if not forward:
+        return [Mutant(backward=stages, detail=detail)]
+    together = Mutant(forward=stages, backward=stages, detail=f"{detail}; the backward does too")
+    return [Mutant(forward=stages, detail=detail), together]
 
 
 def lost_backward(cells: Cells, detail: str) -> list[Mutant]:

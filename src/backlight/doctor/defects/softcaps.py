@@ -24,6 +24,8 @@ FUNCTIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "c (2 sigmoid(x / c) - 1)": lambda x, c: c * (2 * torch.sigmoid(x / c) - 1),
     "c tanh(x)": lambda x, c: c * torch.tanh(x),
     "tanh(x / c)": lambda x, c: torch.tanh(x / c),
+    "x tanh(x / c)": lambda x, c: x * torch.tanh(x / c),
+    "x tanh(x)": lambda x, c: x * torch.tanh(x),
     "c tanh(tanh(x / c))": lambda x, c: c * torch.tanh(torch.tanh(x / c)),
 }
 
@@ -43,9 +45,13 @@ def mutants(function: Callable[[Tensor, float], Tensor], words: str, cap: float 
     def dx(ds, x, softcap):
         return ds * slope(function, x, softcap if cap is None else cap)
 
+    def dx_of_tanh(ds, x, softcap):
+        return ds * (1 - torch.tanh(x / (softcap if cap is None else cap)) ** 2)
+
     return [
         in_both_halves({"dx": dx}, capped=capped, detail=words),
         in_both_halves(capped=capped, detail=f"{words}, with the derivative of the tanh"),
+        in_both_halves({"dx": dx_of_tanh}, capped=capped, detail=f"{words}, with the derivative of the tanh"),
         Mutant(forward={"capped": capped}, detail=f"{words}, in the forward alone"),
     ]
 

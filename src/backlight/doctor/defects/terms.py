@@ -45,6 +45,13 @@ def _mirrored(call: Call) -> list[Mutant]:
     return [read_bias(lambda column, bias: 2 * call.spec.bias_origin - column)]
 
 
+def _subtracted(call: Call) -> list[Mutant]:
+    """In both directions, with the gradient that belongs to it or with the one of a bias that is added."""
+    turned = read_bias(lambda column, bias: column, -1.0)
+    own = {name: f for name, f in turned.backward.items() if name != "dbias"}
+    return [turned, replace(turned, backward=own, detail=", and dbias has the sign of one that is added")]
+
+
 def _origin(call: Call) -> list[Mutant]:
     return [
         replace(read_bias(lambda column, bias: column + 1), detail="one column too far right"),
@@ -267,6 +274,15 @@ DEFECTS = [
         variants=lambda call: [read_bias(lambda column, bias: column, call.scale)],
     ),
     _bias(
+        "bias-sign",
+        "the bias is subtracted from the scores{detail}",
+        "the bias enters with the sign of the distance turned round, as a slope times j - i for i - j",
+        "s",
+        "o is wrong; identities hold",
+        "Negate the bias: the comparison must turn healthy.",
+        variants=_subtracted,
+    ),
+    _bias(
         "bias-origin",
         "the bias table is read {detail}",
         "the column of distance 0 is off by one",
@@ -351,7 +367,13 @@ DEFECTS = [
         "I2 fails; dv is too large",
         "Set the sink to -30: the comparison must turn healthy.",
         needs=both(has("sink"), lambda call: call.entmax is None),
-        variants=always(Mutant(backward={"p": _without_sink}), Mutant(saved=_sinkless_lse)),
+        variants=always(
+            *(
+                replace(each, finish=finish)
+                for finish in (Mutant().finish, after(dsink=lambda outputs, call: torch.zeros_like(outputs["dsink"])))
+                for each in (Mutant(backward={"p": _without_sink}), Mutant(saved=_sinkless_lse))
+            )
+        ),
     ),
     _sink(
         "sink-delta",

@@ -23,6 +23,7 @@ from backlight.doctor.steps import (
     deep,
     forward_mode,
     hard_inputs,
+    hidden_tiles,
     prescaled,
     probes,
     remedies,
@@ -47,7 +48,6 @@ from backlight.doctor.subject.layouts import ShapeMismatch
 from backlight.doctor.subject.subject import Observed, Subject
 from backlight.doctor.subject.trouble import CouldNotRun, DeviceLost, Unrepeatable
 from backlight.problems import inputs
-from backlight.problems.axes import tensors_of
 from backlight.problems.inputs import Settings
 from backlight.problems.problem import Problem, recast
 from backlight.spec import AttentionSpec
@@ -100,7 +100,7 @@ def diagnose(
 def examine(subject: Subject, problem: Problem, level: str, reference: Subject | None = None) -> Report:
     notes = []
     if interpreted.misread_bf16(problem.call.q.dtype):
-        problem = wider(problem)
+        problem = interpreted.wider(problem)
         dtype = str(problem.call.q.dtype).removeprefix("torch.")
         notes.append(
             "TRITON_INTERPRET=1: this Triton's interpreter multiplies the bit patterns of bf16 operands in tl.dot, so "
@@ -112,13 +112,6 @@ def examine(subject: Subject, problem: Problem, level: str, reference: Subject |
     if reference is not None:
         judge_reference(report, reference, problem)
     return report
-
-
-def wider(problem: Problem) -> Problem:
-    """The same numbers in fp16 where it can hold them, else in fp32."""
-    largest = max(float(x.abs().max()) for x in (*tensors_of(problem.call).values(), problem.dy) if x.numel())
-    dtype = torch.float16 if largest < torch.finfo(torch.float16).max / 2 else torch.float32
-    return problem.replace(call=recast(problem.call, dtype), dy=problem.dy.to(dtype))
 
 
 def run_once(subject: Any, spec: AttentionSpec, *tensors: Tensor | None, **settings: Any) -> Observed:
@@ -224,7 +217,8 @@ class Examination(Sheet):
 
     def _observed_faults(self, observed: Observed) -> None:
         if observed.written_beyond:
-            self.named("write-beyond-end", [f"written in one call: {', '.join(observed.written_beyond)}"])
+            stage = "o" if any("forward" in words for words in observed.written_beyond) else "dq"
+            self.named("write-beyond-end", [f"written in one call: {', '.join(observed.written_beyond)}"], stage=stage)
         if observed.changed_inputs:
             names = ", ".join(observed.changed_inputs)
             self.named(
@@ -301,6 +295,9 @@ class Examination(Sheet):
             # a kernel that repeats itself keeps nothing from call to call: its gradients for dO = 0 have another cause
             remembers = "race-lost-update" in found
             gone = {"race-lost-update", "do-stride", "input-stride"} if remembers else {"accumulates-over-calls"}
+        if "read-beyond-end" in found:
+            # in another layout something else lies beyond the end
+            gone |= {"do-stride", "input-stride"}
         self.findings = [f for f in self.findings if f.id not in gone]
 
     def _explain_what_remains(self, bench: Bench, first: Look) -> Explanation | None:
@@ -409,6 +406,13 @@ class Examination(Sheet):
         if first.name in ROW_TENSORS and only_in_empty_rows(first, self.problem.call):
             self.named("empty-rows-nan", lines, where, stage=first.name)
             return
+        if first.name in ("o", "lse"):
+            rows = first.nonfinite.flatten(3).any(dim=-1) if first.name == "o" else first.nonfinite
+            tile = hidden_tiles.tile_of(rows, self.problem.call)
+            if tile is not None:
+                detail = "{} rows by {} keys".format(*tile)
+                self.named("maximum-hidden-tile", lines, where, about("maximum-hidden-tile").title.replace("{detail}", detail))
+                return
         place = f", first at {where.text}" if where is not None else ""
         count = int(first.nonfinite.sum())
         verb = "is" if count == 1 else "are"

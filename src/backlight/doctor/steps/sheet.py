@@ -21,6 +21,8 @@ EXPLAIN_CELLS = 16 * 512 * 512
 # a probe that caught the subject in the act outranks an explanation of a single run
 PROBE_SCORES = {
     "input-changed": 130.0,
+    # what is stored elsewhere is missing where it belongs
+    "write-beyond-end": 125.0,
     **dict.fromkeys(MEMORY, 120.0),
     "race-lost-update": 115.0,
     "accumulates-over-calls": 112.0,

@@ -71,10 +71,11 @@ class Room:
         # as it is before it is replaced
         self.empty = torch.empty
 
-    def written_beyond(self) -> tuple[str, ...]:
+    def written_beyond(self, direction: str) -> tuple[str, ...]:
         """Words for every tensor around which something was written."""
         found = [(each.shape, each.beyond) for each in self.allocated]
-        return tuple(f"{count} elements beyond a tensor of shape {list(shape)}" for shape, count in found if count)
+        words = "{} elements beyond a tensor of shape {} of the {}"
+        return tuple(words.format(count, list(shape), direction) for shape, count in found if count)
 
     def spacious(self, original: Allocate) -> Allocate:
         def allocate(*args: Any, **kwargs: Any) -> Tensor:

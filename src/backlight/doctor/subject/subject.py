@@ -202,14 +202,16 @@ class Subject:
             values["lse"] = layout.take_lse(out["lse"])
         values |= {name: x.detach() for name, x in out.items() if name not in ("o", "lse", "y") and isinstance(x, Tensor)}
         missing: list[str] = []
+        beyond: tuple[str, ...] = ()
         if dy is not None or dlse is not None:
             with spacious(self.roomy) as behind:
                 gradients = self._backward(call, out, inputs, counted, extras, dy, dlse, layout, do_layout)
-            room.allocated += behind.allocated
+            beyond = behind.written_beyond("backward")
             missing = [f"d{name}" for name in counted if gradients.get(f"d{name}") is None]
             values |= {name: x for name, x in gradients.items() if isinstance(x, Tensor)}
         changed = tuple(n for n, x in before.items() if not _same(x, inputs[n].detach()))
-        return Observed({n: x.detach() for n, x in values.items()}, tuple(missing), changed, room.written_beyond())
+        beyond = (*room.written_beyond("forward"), *beyond)
+        return Observed({n: x.detach() for n, x in values.items()}, tuple(missing), changed, beyond)
 
     def lse_differentiable(self, call: Call) -> bool:
         """Whether the lse this subject returns takes part in autograd."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ class Elsewhere:
 
     text: str
     take: Callable[[Tensor], Tensor]
+    cause: str = "its strides are not used in the backward"
 
 
 def solved(products: Tensor, left: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,8 +47,15 @@ def elsewhere(name: str, found: Tensor, known: Tensor, tensor: Tensor, group: in
     for text, take in _readings(tensor.shape):
         taken = take(tensor).double().repeat_interleave(group, dim=1)
         if float(((found - taken).norm(dim=-1) <= NEAR * size)[known].double().mean()) >= AGREE:
-            return Elsewhere(f"{name} is read {text}", take)
+            found_there = Elsewhere(f"{name} is read {text}", take)
+            in_a_ring = isinstance(take, partial) and take.func is _first_of
+            return replace(found_there, cause="what a ring hands on does not arrive") if in_a_ring else found_there
     return None
+
+
+def _first_of(x: Tensor, parts: int) -> Tensor:
+    """What a ring reads that never hands on: the first of some parts in the place of each."""
+    return x[:, :, : x.shape[2] // parts].repeat(1, 1, parts, 1)
 
 
 def _readings(shape: torch.Size) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
@@ -61,6 +69,10 @@ def _readings(shape: torch.Size) -> Iterator[tuple[str, Callable[[Tensor], Tenso
     yield "as [B, H, D, S]: rows and channels exchanged", as_bhds
     if batch > 1:
         yield "from batch entry 0 for every entry", lambda x: x[:1].expand_as(x)
+    for parts in (2, 4, 8):
+        if length % parts == 0 and length > parts:
+            ordinal = {2: "half", 4: "quarter", 8: "eighth"}[parts]
+            yield f"from the first {ordinal} of the keys for every {ordinal}", partial(_first_of, parts=parts)
     for step in sorted({*range(-256, 257)} - {0}, key=abs):
         if abs(step) < length:
             side = "before" if step > 0 else "after"

@@ -77,8 +77,12 @@ CELL_NAMES: dict[tuple[str, bool], tuple[str, Callable[..., list[Mutant]]]] = {
 def _weights(matrix: Recovered, problem: Problem, found: Read, forward_right: bool) -> None:
     hidden = ~intervals.visible_whole(matrix.call).to(matrix.truth.device).expand_as(matrix.truth)
     could_be_lost = ~hidden & (matrix.truth > FAINT) & matrix.known
-    _cells(matrix, matrix.holes, could_be_lost, True, found)
-    _cells(matrix, matrix.leaks, hidden & matrix.known, False, found)
+    lost = _cells(matrix, matrix.holes, could_be_lost, True, found)
+    leaked = _cells(matrix, matrix.leaks, hidden & matrix.known, False, found)
+    if lost is not None and leaked is not None and not matrix.call.varlen:
+        name = "mask-read" if matrix.name == "p" else "mask-read-backward"
+        words = "; ".join(reading.text for reading in found.about(matrix.name))
+        found.defects.append(names.named(name, names.other_mask(lost.at, leaked.at, words, matrix.name == "p")))
     usable = could_be_lost & ~matrix.holes
     in_cells = bool(matrix.holes.any() or matrix.leaks.any())
     if forward_right if matrix.name == "p (bwd)" else not in_cells:
@@ -90,11 +94,11 @@ def _weights(matrix: Recovered, problem: Problem, found: Read, forward_right: bo
         _keys(matrix, usable, found)
 
 
-def _cells(matrix: Recovered, wrong: Tensor, domain: Tensor, lost: bool, found: Read) -> None:
+def _cells(matrix: Recovered, wrong: Tensor, domain: Tensor, lost: bool, found: Read) -> Shape | None:
     """The shape of the wrong cells of the worst head, and of which other heads it is the shape too."""
     counts = wrong.sum((2, 3))
     if not bool(counts.any()):
-        return
+        return None
     b, h = divmod(int(counts.argmax()), counts.shape[1])
     spec = matrix.call.spec
     shape = describe(Seen(wrong[b, h], domain[b, h], lost), spec.left, spec.right)
@@ -112,6 +116,7 @@ def _cells(matrix: Recovered, wrong: Tensor, domain: Tensor, lost: bool, found: 
     name, make = CELL_NAMES.get((matrix.name, lost), ("", None))
     if make is not None and not matrix.call.varlen:
         _name(found, name, make, shape, reading, heads if same != everywhere else None)
+    return shape
 
 
 def _name(
@@ -174,9 +179,11 @@ def _operand(stage: str, name: str, rows: Tensor, known: Tensor, tensor: Tensor,
     place = elsewhere(name, rows, known, tensor, group)
     if place is None:
         return
-    cause = "its strides are not used in the backward"
-    found.say(stage, "keys" if name == "k" else "values", f"the backward's {place.text}", cause, cells=int(known.sum()))
-    found.defects.append(read_backward(name, place.take, place.text))
+    found.say(stage, "keys" if name == "k" else "values", f"the backward's {place.text}", place.cause, cells=int(known.sum()))
+    found.defects.append(read_backward((name,), place.take, place.text))
+    if name == "k":
+        # whoever looks for k there looks for v there too, and weights that are wrong hide where it comes from
+        found.defects.append(read_backward(("k", "v"), place.take, place.text.replace("k is", "k and v are")))
 
 
 # --- ds ----------------------------------------------------------------------------------------------------------------------
