@@ -16,6 +16,7 @@ DTYPES = {
     "fp8": np.float32,
     "fp16": np.float16,
     "fp32": np.float32,
+    "int8": np.int8,
     "int16": np.int16,
     "int32": np.int32,
     "int64": np.int64,
@@ -23,7 +24,7 @@ DTYPES = {
     "uint32": np.uint32,
 }
 OF_TORCH = {torch.float8_e4m3fn: "fp8", torch.float16: "fp16", torch.float32: "fp32"}
-OF_TORCH |= {torch.int32: "int32", torch.int64: "int64"}
+OF_TORCH |= {torch.int8: "int8", torch.int32: "int32", torch.int64: "int64"}
 
 
 class Machine:

@@ -61,6 +61,7 @@ _PTX = {
     "div.full.f32": np.divide,
     "ex2.approx.ftz.f32": np.exp2,
     "fma.rn.f32": lambda a, b, c: (np.float64(a) * b + c).astype(np.float32),
+    "fma.rn.sat.f32": lambda a, b, c: np.clip(np.float64(a) * b + c, 0, 1).astype(np.float32),
     "max.f32": np.fmax,
     "max.s16x2": lambda *pairs: np.maximum(*(np.ascontiguousarray(x).view(np.int16) for x in pairs)).view(np.int32),
     "max.s32": np.maximum,
@@ -127,9 +128,11 @@ class language:
     """What kernels use of `gl` and of `tl`."""
 
     float32, float16, bfloat16, int32, int64, int1 = "fp32", "fp16", "bf16", "int32", "int64", "int1"
+    int8 = "int8"
     int16 = "int16"
     uint32, float8e4nv = "uint32", "fp8"
     exp2, log2 = staticmethod(_float(np.exp2)), staticmethod(_float(np.log2))
+    sqrt = staticmethod(_float(np.sqrt))
     abs = staticmethod(lambda x: tensor(np.abs(x)))
     maximum = staticmethod(lambda a, b: tensor(np.maximum(a, b)))
     minimum = staticmethod(lambda a, b: tensor(np.minimum(a, b)))

@@ -16,6 +16,8 @@ from backlight.call import Call, Memory
 MAX_HEAD_DIM = 256
 # with tau: o and u of a row do not fit into registers beyond
 MAX_TAU_DIM = 128
+# with entmax, too; dk and dv of wider heads have no lists of tiles
+MAX_ENTMAX_DIM = 128
 # in forward mode: neither do o and its tangent
 MAX_TANGENT_DIM = 128
 CAPABILITY = (9, 0)
@@ -66,10 +68,32 @@ def _reasons_of_mask(call: Call) -> list[str]:
     return [f"a mask by row intervals together with {name}" for name, is_asked in beside.items() if is_asked]
 
 
+def _reasons_of_entmax(call: Call) -> list[str]:
+    """What entmax does not go together with here."""
+    if not call.spec.entmax:
+        return []
+    from backlight.backends.hopper.config import ALPHAS
+
+    alpha, width = call.spec.alpha, max(call.q.shape[-1], call.v.shape[-1])
+    beside = {"bias": call.spec.bias, "deterministic": call.deterministic, "a mask by row intervals": call.spec.rows}
+    beside["return_max_logit"] = call.max_logit
+    reasons = [f"entmax together with {name}" for name, is_asked in beside.items() if is_asked]
+    if alpha is None or not ALPHAS[0] <= alpha <= ALPHAS[1]:
+        shown = "that is learned" if alpha is None else f"of {alpha:g}"
+        reasons.append(f"entmax with an alpha {shown}: it takes numbers from {ALPHAS[0]} to {ALPHAS[1]}")
+    if width > MAX_ENTMAX_DIM:
+        reasons.append(f"entmax with head dimension {width} above {MAX_ENTMAX_DIM}")
+    if call.q.shape[0] * call.q.shape[1] * (call.q.shape[2] // 64 + 3) * (call.k.shape[2] // 64 + 1) >= MAX_ROWS:
+        reasons.append("entmax with more blocks of rows and keys than 31 bits count")
+    return reasons
+
+
 class HopperBackend:
     name = "hopper"
     summary = "Hopper GPUs (sm_90), fp16 bf16: TMA and wgmma, FlashAttention-3's structure"
-    takes = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "rows", "packed"})
+    takes = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "entmax", "rows", "packed"})
+    # proven in the emulator and by the compiler, not timed yet: an empty set makes it the choice of calls that name no backend
+    by_name_only = frozenset({"entmax"})
     order = (
         "tiles of packed sequences do not go by their mean length; dq from a kernel that owns rows, so seven products, not five"
     )
@@ -98,7 +122,7 @@ class HopperBackend:
                 reasons.append(f"head dimension {width} of {name} is above {MAX_HEAD_DIM}")
             if width % 8 or width == 0:
                 reasons.append(f"head dimension {width} of {name} is not a multiple of 8")
-        reasons += _reasons_of_mask(call)
+        reasons += _reasons_of_mask(call) + _reasons_of_entmax(call)
         if spec.tau and call.v.shape[-1] > MAX_TAU_DIM:
             reasons.append(f"tau with head dimension {call.v.shape[-1]} of v above {MAX_TAU_DIM}")
         if call.q.shape[0] * call.q.shape[1] * (call.q.shape[2] + ROW_BLOCK) >= MAX_ROWS:
@@ -131,9 +155,10 @@ class HopperBackend:
         return ()
 
     def config(self, call: Call) -> dict[str, object]:
-        from backlight.backends.hopper.config import backward_config, dq_config, elastic_config, forward_config
+        from backlight.backends.hopper.config import backward_config, dq_config, elastic_config, entmax_config, forward_config
 
-        config = {"forward": elastic_config(call) if call.spec.tau else forward_config(call), "backward": backward_config(call)}
+        chosen = elastic_config if call.spec.tau else entmax_config if call.spec.entmax else forward_config
+        config: dict[str, object] = {"forward": chosen(call), "backward": backward_config(call)}
         return config | {"dq": dq_config(call)} if call.deterministic else config
 
     def code_in_use(self) -> str:

@@ -18,6 +18,8 @@ BOTH_GROUPS_AND_WARP = gl.constexpr(128 + 128 + 32)
 
 # + stage of K, then + stage of V: consumers arrive, the producer waits. Then + warpgroup: its turn, handed on by the one before
 FORWARD_EMPTY = gl.constexpr(8)
+# all of them wait for each other, with entmax
+FORWARD_MEETING = gl.constexpr(6)
 
 # --- backward, main kernel: `gradients` (both warpgroups), `loader` and `reducer` (a warp each) ------------------------------
 

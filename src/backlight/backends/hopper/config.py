@@ -135,6 +135,34 @@ def elastic_heuristic(call: Call) -> ForwardConfig:
     return ForwardConfig(64, 3, stages=4, keep_first_max=keep)
 
 
+# alphas whose exponents 1 / (alpha - 1) are compiled in, and those that the kernels take besides
+COMPILED = {1.5: 2, 1.25: 4}
+ALPHAS = 1.25, 1.5
+
+
+def rate_of(call: Call) -> float:
+    """alpha - 1, of a call with entmax."""
+    return (call.spec.alpha or 0.0) - 1
+
+
+def exponent_of(call: Call) -> int:
+    """1 / (alpha - 1) where it is compiled in, -1 where not; 0 without entmax."""
+    return 0 if call.entmax is None else COMPILED.get(call.spec.alpha or 0.0, -1)
+
+
+def entmax_config(call: Call) -> ForwardConfig:
+    """With entmax: no options but block_n, consumers, stages, persistent, together and drawn."""
+    return resolve("hopper.entmax", lambda: entmax_heuristic(call))
+
+
+def entmax_heuristic(call: Call) -> ForwardConfig:
+    width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
+    if width > 64:
+        return ForwardConfig(64, 2, stages=4)
+    # squares of a cap need registers, and so do powers by exp2 and log2
+    return ForwardConfig(64 if exponent_of(call) < 0 or call.spec.softcap is not None else 128, 2)
+
+
 def share_q_and_o(config: ForwardConfig, bd: int, bdv: int, intervals: int = 0) -> bool:
     """Whether O has to leave through the shared memory of Q."""
     return _shared_bytes(config, bd, bdv, intervals, outputs=1) > SHARED_MEMORY

@@ -160,6 +160,8 @@ class Launch(Preparing):
         self.batch, self.heads, self.sq, self.d = call.q.shape
         self.kv_heads, self.sk, self.dv = call.k.shape[1], call.k.shape[2], call.v.shape[3]
         self.bd, self.bdv = padded(self.d), padded(self.dv)
+        # with entmax, in the backward: which tiles live (`backward.alive`)
+        self.alive: Any = None
 
     def once(self, name: Hashable, decide: Callable[[], Value]) -> Value:
         """`decide()`, remembered for every call of the same layout: it may look at no value of a tensor."""

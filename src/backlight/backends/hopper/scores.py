@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from backlight.backends.hopper.primitives import INF, before, between, key_limits
 from backlight.backends.hopper.terms import above
+from backlight.backends.hopper.threshold import above_threshold, slopes_of
 
 # --- mask (eq. 2) ------------------------------------------------------------------------------------------------------------
 
@@ -82,9 +83,23 @@ def of_rows(values, TRANSPOSED: gl.constexpr):
 
 
 @gluon.jit
-def weights(x, lse, scale_log2, TRANSPOSED: gl.constexpr):
-    """p of scores x in units of 1 / scale_log2; lse in base 2."""
-    return gl.exp2(x * scale_log2 - of_rows(lse, TRANSPOSED))
+def weights(x, lse, scale_log2, TRANSPOSED: gl.constexpr, ENTMAX: gl.constexpr = 0):
+    """p of scores x in units of 1 / scale_log2; lse in base 2. With entmax u of them; lse the threshold."""
+    if ENTMAX != 0:
+        found = above_threshold(x, scale_log2, lse, TRANSPOSED)
+    else:
+        found = gl.exp2(x * scale_log2 - of_rows(lse, TRANSPOSED))
+    return found
+
+
+@gluon.jit
+def with_slopes(p, e, ENTMAX: gl.constexpr):
+    """(p, what dp - delta is multiplied by in ds) from what `weights` gives: p twice, with entmax p and w (eq. 87)."""
+    w = p
+    if ENTMAX != 0:
+        w = slopes_of(p, e, ENTMAX)
+        p = w * p
+    return p, w
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from backlight.backends.hopper.arguments import Sizes
 from backlight.backends.hopper.compat import Maybe, arguments
+from backlight.backends.hopper.config import rate_of
 from backlight.backends.hopper.terms import cap_factor, unit_of
 from backlight.call import Call
 from backlight.spec import LOG2E
@@ -22,7 +23,7 @@ NUMBERS = [
 
 
 class RowState(NamedTuple):
-    """Padded vectors of the pre-pass: base-2 lse, delta, tau / n."""
+    """Padded vectors of the pre-pass: base-2 lse (with entmax the threshold), delta, tau / n."""
 
     lse_ptr: Any
     delta_ptr: Any
@@ -45,14 +46,20 @@ class Mask(NamedTuple):
 
 
 class Units(NamedTuple):
-    """Factors from ds to dq and dk, from scores to base-2 logits, and under a cap from products to the argument of tanh."""
+    """Factors from ds to dq and dk, from scores to base-2 logits, and under a cap from products to the argument of tanh.
+
+    With entmax the second is the one to z (eq. 80), and e its exponent; else None.
+    """
 
     scale: Any
     scale_log2: Any
     cap: Any
+    e: Any = None
 
 
 def units_of(call: Call) -> Units:
+    if call.entmax is not None:
+        return Units(call.scale, unit_of(call) * rate_of(call), cap_factor(call), 1 / rate_of(call))
     return Units(call.scale, unit_of(call) * LOG2E, cap_factor(call))
 
 
@@ -98,6 +105,8 @@ class Variant(NamedTuple):
     SLOTS: int = 1
     # row intervals of a key: 0 without such a mask, which has causal and window folded in
     INTERVALS: int = 0
+    # entmax: its exponent e where that is compiled in, -1 where not, 0 without
+    ENTMAX: int = 0
     # dq is added in a fixed order (order.py)
     ORDERED: bool = False
 

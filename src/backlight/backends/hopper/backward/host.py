@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from backlight.backends.hopper.backward.alive import look
 from backlight.backends.hopper.backward.dbias import Diagonals
 from backlight.backends.hopper.backward.dbias_ordered import ordered_dbias
 from backlight.backends.hopper.backward.dq_convert import convert_dq
@@ -29,6 +30,8 @@ def backward(
     config = launch.once("backward", lambda: backward_config(call))
     ordered = call.deterministic and config.ordered and can_be_ordered(call, config.wide)
     split = config.split or (call.deterministic and not ordered) or "dq" not in needs
+    if call.entmax is not None:
+        launch.alive = look(launch, lse)
     rows = prepass(launch, config, y, lse, u, dy, dlse, not split, out, needs)
     # diagonals are added in the order in which CTAs come, and need the fragments of 128 keys
     fused = "dbias" in needs and not (call.deterministic or config.wide)

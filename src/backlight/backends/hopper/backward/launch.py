@@ -6,13 +6,22 @@ import torch
 from torch import Tensor
 
 from backlight.backends.hopper.arguments import Packing
+from backlight.backends.hopper.backward.alive import Tiles, alive_tiles
 from backlight.backends.hopper.backward.arguments import Mask, Terms, Variant, table_numbers, units_of
 from backlight.backends.hopper.backward.dbias import Diagonals
 from backlight.backends.hopper.backward.kernel import _bwd_kernel
 from backlight.backends.hopper.backward.narrow.kernel import ROWS, STAGES, _bwd_narrow_kernel
 from backlight.backends.hopper.backward.prepass import Rows
 from backlight.backends.hopper.compat import LATE_ADDRESSES, OWN_REGISTERS
-from backlight.backends.hopper.config import FEW, BackwardConfig, SecondConfig, intervals_of, keys_together, room_for_dv
+from backlight.backends.hopper.config import (
+    FEW,
+    BackwardConfig,
+    SecondConfig,
+    exponent_of,
+    intervals_of,
+    keys_together,
+    room_for_dv,
+)
 from backlight.backends.hopper.launch import Launch, multiprocessors
 from backlight.backends.hopper.primitives import WM
 from backlight.backends.intervals.tiles import LiveTiles, Tiling, live_tiles
@@ -60,6 +69,8 @@ def numbers(launch: Launch, rows: Counted, n_segments: int, block_n: int) -> tup
 def visiting_rows(launch: Launch, rows: Rows, packing: Packing, block_m: int, block_n: int) -> LiveTiles | None:
     """The row blocks that see each key tile, under a mask by row intervals."""
     call = launch.call
+    if launch.alive is not None:
+        return alive_tiles(launch, launch.alive, packing, Tiles(block_m, block_n, rows.tiles), (rows.delta, rows.counter + 1))
     if call.rows is None:
         return None
     borders = (packing.cu_q_ptr, packing.cu_k_ptr, packing.cu_row_tiles_ptr, packing.cu_tiles_ptr) if call.varlen else ()
@@ -79,6 +90,14 @@ def mask_arguments(launch: Launch, rows: Rows, tiles: LiveTiles | None) -> tuple
     return mask, tiles.batch_step * owned, tiles.head_step * owned, tiles.most, few, together
 
 
+def visiting_flags(launch: Launch) -> dict[str, Any]:
+    """What of mask and entmax is compiled in; with entmax there are lists, in which causal and window are."""
+    call = launch.call
+    if call.entmax is None:
+        return {**launch.flags, "INTERVALS": intervals_of(call)}
+    return {"HAS_LEFT": False, "HAS_RIGHT": False, "VARLEN": call.varlen, "INTERVALS": 1, "ENTMAX": exponent_of(call)}
+
+
 def main_variant(launch: Launch, rows: Rows, diagonals: Diagonals | None, split: bool, ordered: bool) -> Variant:
     call, config, spec = launch.call, rows.config, launch.call.spec
     return Variant(
@@ -87,7 +106,7 @@ def main_variant(launch: Launch, rows: Rows, diagonals: Diagonals | None, split:
         BN=config.block_n,
         ST=config.stages,
         WARPS=8,
-        **launch.flags,
+        **visiting_flags(launch),
         SPLIT=split,
         WIDE=config.wide,
         DQ_TILES=not (split or config.wide),
@@ -99,7 +118,6 @@ def main_variant(launch: Launch, rows: Rows, diagonals: Diagonals | None, split:
         TAU=call.tau is not None,
         BAND_FIRST=call.bias is not None and spec.right is not None and spec.bias_origin >= spec.right,
         SLOTS=1 if diagonals is None else diagonals.acc.shape[0],
-        INTERVALS=intervals_of(call),
         ORDERED=ordered,
     )
 
@@ -162,9 +180,7 @@ def narrow_dk_dv(launch: Launch, rows: Rows, dk: Tensor, dv: Tensor) -> None:
             units_of(call),
             *mask_arguments(launch, rows, visiting),
         ]
-        variant = Variant(
-            **launch.widths, BM=ROWS, BN=block_n, ST=STAGES, WARPS=4, **launch.flags, INTERVALS=intervals_of(call)
-        )
+        variant = Variant(**launch.widths, BM=ROWS, BN=block_n, ST=STAGES, WARPS=4, **visiting_flags(launch))
         options = {"num_warps": 4, "maxnreg": 168, **LATE_ADDRESSES, **OWN_REGISTERS}
         return {"grid": (programs,), "args": args, "constants": {"V": variant}, **options}
 

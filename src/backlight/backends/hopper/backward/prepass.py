@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backlight.backends.hopper.arguments import Packing
 from backlight.backends.hopper.backward.arguments import RowState
-from backlight.backends.hopper.config import BackwardConfig
+from backlight.backends.hopper.config import BackwardConfig, exponent_of, rate_of
 from backlight.backends.hopper.launch import Launch, descriptor, matrix_fields, readable, tma_reads, vector_fields
 from backlight.spec import LOG2E
 
@@ -45,7 +45,7 @@ def share_of(tau, n, sees, SINK: tl.constexpr):
 
 
 class RowTerms(NamedTuple):
-    """Sink and tau, sums of their gradients, tau / n, and u of the forward, or the low half of y."""
+    """Sink and tau, sums of their gradients, tau / n, u of the forward, or the low half of y, and W of entmax."""
 
     sink_ptr: Any
     dsink_ptr: Any
@@ -53,6 +53,7 @@ class RowTerms(NamedTuple):
     dtau_ptr: Any
     share_ptr: Any
     u_ptr: Any
+    slopes_ptr: Any = None
 
 
 class Variant(NamedTuple):
@@ -72,10 +73,12 @@ class Variant(NamedTuple):
     TAU: bool
     HAS_LEFT: bool
     HAS_RIGHT: bool
-    # a mask by row intervals
+    # lists of row blocks to visit
     INTERVALS: bool
     # u is the low half of y (eq. 103)
     LOW: bool
+    # entmax: its exponent e where that is compiled in, -1 where not, 0 without
+    ENTMAX: int = 0
 
 
 @triton.jit
@@ -140,9 +143,50 @@ def visible_count(position, sk, left, right, V: tl.constexpr):
 
 
 @triton.jit
-def weight_of(sink, lse, seen, log2e):
-    """p of a sink: one of +inf is all there is."""
-    return tl.where(lse == sink, 1.0, tl.exp2((sink - tl.where(seen, lse, 0.0)) * log2e))
+def slope_of(u, rate, V: tl.constexpr):
+    """u ** (e - 1) of entmax; u is not negative."""
+    if V.ENTMAX == 2:
+        found = u
+    elif V.ENTMAX == 4:
+        found = u * u * u
+    else:
+        found = tl.where(u > 0, tl.exp2((1.0 / rate - 1.0) * tl.log2(tl.where(u > 0, u, 1.0))), 0.0)
+    return found
+
+
+@triton.jit
+def weight_of(sink, lse, seen, log2e, rate, V: tl.constexpr):
+    """p of a sink, w with entmax: one of +inf is all there is."""
+    if V.ENTMAX != 0:
+        u = tl.minimum(tl.maximum((sink - lse) * rate + 1.0, 0.0), 1.0)
+        weight = slope_of(tl.where(lse == sink, 1.0, u), rate, V)
+    else:
+        weight = tl.where(lse == sink, 1.0, tl.exp2((sink - tl.where(seen, lse, 0.0)) * log2e))
+    return weight
+
+
+@triton.jit
+def as_tiles_read_it(lse, log2e, rate, V: tl.constexpr):
+    """lse in base 2; with entmax the threshold."""
+    if V.ENTMAX != 0:
+        found = lse * rate - 1.0
+    else:
+        found = lse * log2e
+    return found
+
+
+@triton.jit
+def by_lse(dlse_ptr, terms, place, seen, V: tl.constexpr):
+    """What a gradient at lse takes from delta: itself, with entmax divided by W."""
+    dlse = tl.load(dlse_ptr, mask=seen, other=0.0).to(tl.float32)
+    if V.ENTMAX != 0:
+        dlse /= tl.load(terms.slopes_ptr + place, mask=seen, other=1.0)
+    return dlse
+
+
+@triton.jit
+def leave_do(do_ptr, dy, row, columns, mask, V: tl.constexpr):
+    tl.store(do_ptr + row[:, None] * V.DV + columns[None, :], dy.to(do_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -167,7 +211,7 @@ def _prepass_kernel(
     y_stride_b, y_stride_h, y_stride_s, dy_stride_b, dy_stride_h, dy_stride_s, dy_stride_d,
     dlse_stride_b, dlse_stride_h, dlse_stride_s, log2e,
     gate_ptr, gate_stride_b, gate_stride_h, gate_stride_s, dgate_ptr, dgate_stride_b, dgate_stride_h, dgate_stride_s,
-    terms, u_stride_b, u_stride_h, u_stride_s, cu_k_ptr, sk, left, right, V: tl.constexpr,
+    terms, u_stride_b, u_stride_h, u_stride_s, cu_k_ptr, sk, left, right, rate, V: tl.constexpr,
 ):  # fmt: skip
     BM: tl.constexpr = V.BM
     tile = tl.program_id(0)
@@ -192,33 +236,33 @@ def _prepass_kernel(
         gate = floats_at(gate_ptr, (gate_stride_b, gate_stride_h, gate_stride_s), b, h, row, columns, mask)
         weight = 1.0 / (1.0 + tl.exp2(-log2e * gate))
         if V.DGATE:
-            dgate_ptr += (b * dgate_stride_b + h * dgate_stride_h) * UNIT
-            place = row[:, None] * (dgate_stride_s * UNIT) + columns[None, :]
-            tl.store(dgate_ptr + place, (product * (1.0 - weight)).to(dgate_ptr.dtype.element_ty), mask=mask)
+            place = rows_at(dgate_ptr, (dgate_stride_b, dgate_stride_h, dgate_stride_s), b, h, row, columns)
+            tl.store(place, (product * (1.0 - weight)).to(dgate_ptr.dtype.element_ty), mask=mask)
         dy = dy.to(tl.float32) * weight
     lse = tl.load(lse_ptr + head.to(tl.int64) * sq + row, mask=inside, other=float("-inf"))
     seen = lse != float("-inf")
+    if V.TAU or V.ENTMAX != 0:
+        mean = tl.sum(dy.to(tl.float32) * floats_at(terms.u_ptr, u_strides, b, h, row, columns, mask), 1)
+        delta = delta if V.TAU else mean
     if V.HAS_DLSE:
-        dlse_ptr += b * dlse_stride_b + h * dlse_stride_h
-        delta -= tl.load(dlse_ptr + row * dlse_stride_s, mask=inside & seen, other=0.0).to(tl.float32)
+        dlse_ptr += b * dlse_stride_b + h * dlse_stride_h + row * dlse_stride_s
+        delta -= by_lse(dlse_ptr, terms, head.to(tl.int64) * sq + row, inside & seen, V)
     padded = (head.to(tl.int64) * tiles + tile) * BM
     if V.TAU:
         n = visible_count(block * BM + lanes + n_keys - n_rows, n_keys, left, right, V)
         tau = tl.load(terms.tau_ptr + h).to(tl.float32)
-        mean = tl.sum(dy.to(tl.float32) * floats_at(terms.u_ptr, u_strides, b, h, row, columns, mask), 1)
         delta -= tau * mean
         tl.store(terms.share_ptr + padded + lanes, share_of(tau, n, inside, V.SINK))
         tl.store(terms.dtau_ptr + head * tiles + tile, tl.sum(mean, 0))
     if V.SINK:
-        p_sink = weight_of(tl.load(terms.sink_ptr + h).to(tl.float32), lse, seen, log2e)
+        p_sink = weight_of(tl.load(terms.sink_ptr + h).to(tl.float32), lse, seen, log2e, rate, V)
         tl.store(terms.dsink_ptr + head * tiles + tile, tl.sum(tl.where(seen, -p_sink * delta, 0.0), 0))
-    tl.store(lse2_ptr + padded + lanes, tl.where(seen, lse * log2e, float("inf")))
+    tl.store(lse2_ptr + padded + lanes, tl.where(seen, as_tiles_read_it(lse, log2e, rate, V), float("inf")))
     tl.store(delta_ptr + padded + lanes, delta)
     if (tile == tiles - 1) & (head == tl.num_programs(1) - 1):
         clear_counters(delta_ptr + padded + BM, V)
     if V.COPY_DO or V.GATE:
-        place = do_ptr + (head.to(tl.int64) * sq + row)[:, None] * V.DV + columns[None, :]
-        tl.store(place, dy.to(do_ptr.dtype.element_ty), mask=mask)
+        leave_do(do_ptr, dy, head.to(tl.int64) * sq + row, columns, mask, V)
     if V.CLEAR_DQ:
         clear_rows(acc_ptr, padded, lanes, V)
 
@@ -292,7 +336,8 @@ def prepass(
     last = lse if dlse is None else dlse
 
     packing = Packing(rows.cu_q, None, None, rows.first_tiles)
-    terms = RowTerms(launch.sink, dsink, launch.tau, dtau, rows.share, u)
+    slopes = None if launch.alive is None else launch.alive.slopes
+    terms = RowTerms(launch.sink, dsink, launch.tau, dtau, rows.share, u, slopes)
     cu_k = rows.cu_k if has_tau else None
 
     def describe() -> dict[str, Any]:
@@ -307,10 +352,11 @@ def prepass(
             *(dgate, *eighths(dgate)),
             *(terms, *eighths(u)),
             *((cu_k, launch.sk, call.spec.left or 0, call.spec.right or 0) if has_tau else (None,) * 4),
+            None if call.entmax is None else rate_of(call),
         ]
-        low = call.exact_delta and u is not None
+        low = call.exact_delta and u is not None and call.entmax is None
         variant = variant_of(launch, rows, has_dlse=dlse is not None, copies=copy, dgate=dgate is not None, low=low)
-        grid, warps = (rows.tiles, launch.batch * launch.heads), 8 if has_gate or has_tau else 4
+        grid, warps = (rows.tiles, launch.batch * launch.heads), 8 if has_gate or has_tau or call.entmax is not None else 4
         return {"grid": grid, "args": args, "constants": {"V": variant}, "num_warps": warps}
 
     tensors = (y, dy, lse, last, do, rows.lse2, rows.delta, rows.accumulator, *packing, gate, dgate, *terms, cu_k)
@@ -352,6 +398,7 @@ def variant_of(launch: Launch, rows: Rows, has_dlse: bool, copies: bool, dgate: 
         TAU=has_tau,
         HAS_LEFT=has_tau and call.spec.left is not None,
         HAS_RIGHT=has_tau and call.spec.right is not None,
-        INTERVALS=call.rows is not None,
+        INTERVALS=call.rows is not None or call.entmax is not None,
         LOW=low,
+        ENTMAX=exponent_of(call),
     )

@@ -37,7 +37,7 @@ from backlight.backends.hopper.primitives import (
     rematerialised,
     stage_of,
 )
-from backlight.backends.hopper.scores import gradient, hidden_out, of_rows, surviving, weights
+from backlight.backends.hopper.scores import gradient, hidden_out, of_rows, surviving, weights, with_slopes
 from backlight.backends.hopper.terms import TABLE_PAD, bias_tile, cap_slope, capped, weights16
 
 
@@ -83,7 +83,7 @@ def block_bias(p, turn, tile, b):
 @gluon.jit
 def block_weights(p, turn, s, lse, b, limits, MASK: gl.constexpr):
     """p of a tile of scores; limits: row intervals, where those decide what is seen."""
-    pt = weights(s, lse, p.units.scale_log2, True)
+    pt = weights(s, lse, p.units.scale_log2, True, p.V.ENTMAX)
     if MASK == OUTSIDE:
         pt = hidden_out(pt, rows_within(p, s, limits, b.i), p.V.TAU)
     elif MASK != PLAIN:
@@ -211,8 +211,9 @@ def weights_and_ds(p, b, pt, dp, delta, limit, MASK: gl.constexpr, BIASED: gl.co
     elif p.V.TAU:
         at16, ds = elastic(p, pt, dp, b.stage, limit, 0, MASK)
     else:
-        at16 = pt.to(p.q_desc.dtype)
-        ds = gradient(pt, dp, delta, True)
+        at, slopes = with_slopes(pt, p.units.e, p.V.ENTMAX)
+        at16 = at.to(p.q_desc.dtype)
+        ds = gradient(slopes, dp, delta, True)
     return at16, ds
 
 

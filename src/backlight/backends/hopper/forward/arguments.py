@@ -42,6 +42,18 @@ class Terms(NamedTuple):
     cap_log2: Any
 
 
+class Entmax(NamedTuple):
+    """Entmax: e = 1 / (alpha - 1), the factor from scores to z, which blocks of keys live (live_blocks.py), and W of rows for
+    the backward. None where there is none."""
+
+    e: Any
+    gain: Any
+    bounded_ptr: Any
+    live_ptr: Any
+    unsettled_ptr: Any
+    slopes_ptr: Any
+
+
 class Extras(NamedTuple):
     """What some callers want besides y and lse: the largest logits of rows (peaks.py) with the factor that makes them of raw
     products, the low half of y (eq. 103)."""
@@ -92,6 +104,11 @@ class Variant(NamedTuple):
     FULL_FIRST: bool = False
     # places for the intervals of key tiles, ST or more
     PLACES: int = 1
+    # entmax: its exponent e where that is compiled in, -1 where not, 0 without; sweeps that step to thresholds, at most
+    ENTMAX: int = 0
+    STEPS: int = 0
+    # lse is known: one sweep for the blocks that live and for W
+    KNOWN: bool = False
     # how the largest logits are found (peaks.py)
     PEAKS: int = 0
     # columns of the low half of y, 0 where nobody keeps it
@@ -150,6 +167,7 @@ class Forward(Sizes):
     mask_head: Maybe
     key_tiles: Maybe
     most: Maybe
+    entmax: Maybe
     extras: Maybe
     low_desc: Maybe
     low_stride_b: Maybe

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from backlight.backends.hopper.compat import OWN_REGISTERS
 from backlight.backends.hopper.config import (
     ForwardConfig,
     elastic_config,
+    entmax_config,
+    exponent_of,
     forward_config,
     heads_together,
     intervals_of,
@@ -21,6 +23,7 @@ from backlight.backends.hopper.config import (
 )
 from backlight.backends.hopper.forward import peaks as peak_ways
 from backlight.backends.hopper.forward.arguments import Extras, Mask, Scale, Terms, Variant
+from backlight.backends.hopper.forward.entmax import STEPS, Living
 from backlight.backends.hopper.forward.kernel import _fwd_kernel
 from backlight.backends.hopper.launch import Launch, descriptor, multiprocessors, readable, vector_fields
 from backlight.backends.hopper.primitives import LN2, columns_beyond
@@ -52,6 +55,8 @@ class Schedule:
 
 
 def config_of(call: Call, low: bool) -> ForwardConfig:
+    if call.entmax is not None:
+        return entmax_config(call)
     return forward_config(call, low) if call.tau is None else elastic_config(call)
 
 
@@ -98,6 +103,8 @@ def variant_of(launch: Launch, schedule: Schedule, save_u: bool, keeps_low: bool
         INTERVALS=intervals,
         FULL_FIRST=full_first,
         PLACES=places_of(launch, config, intervals),
+        ENTMAX=exponent_of(call),
+        STEPS=STEPS,
         PEAKS=way_of_peaks(call, keep_first_max).value,
         LOW=launch.dv if keeps_low else 0,
         LOW_SHARED=keeps_low and one_tile and not share and low_in_memory(config, launch.bd, launch.bdv, intervals),
@@ -131,12 +138,41 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
         empty = -torch.inf if call.sink is None else call.sink.float()[None, :, None].expand_as(lse)
         nothing = None if peaks is None else peaks.fill_(-torch.inf)
         return y.zero_(), lse.copy_(torch.as_tensor(empty)), None if kept is None else kept.zero_(), nothing
-    u, low = (kept, None) if call.tau is not None else (None, kept)
+    u, low = (kept, None) if call.spec.keeps_u else (None, kept)
     schedule = launch.once("forward", lambda: Schedule.of(launch, config_of(call, low is not None)))
+    living = Living.of(launch, schedule.config, u is not None) if call.entmax is not None else None
+    gate = None if call.gate is None else readable(call.gate)
+    start_kernel(launch, schedule, Tensors(y, lse, u, low, peaks, gate), living)
+    return y, lse, kept, peaks
+
+
+def look_for_living(launch: Launch, lse: Tensor) -> tuple[Living, ForwardConfig]:
+    """The blocks of keys that entmax leaves alive, and W, of a forward whose lse is known; and its tiles."""
+    call = launch.call
+    schedule = launch.once("living", lambda: Schedule.of(launch, config_of(call, False)))
+    living = Living.of(launch, schedule.config, True)
+    start_kernel(launch, schedule, Tensors(call.q, lse), living, known=True)
+    return living, schedule.config
+
+
+class Tensors(NamedTuple):
+    """What the kernel fills, None for what is not wanted, and the gate."""
+
+    y: Tensor
+    lse: Tensor
+    u: Tensor | None = None
+    low: Tensor | None = None
+    peaks: Tensor | None = None
+    gate: Tensor | None = None
+
+
+def start_kernel(launch: Launch, schedule: Schedule, made: Tensors, living: Living | None, known: bool = False) -> None:
+    """One launch; where lse is `known`, it fills what `living` says of it alone."""
+    call = launch.call
+    y, lse, u, low, peaks, gate = made
     cu_q, cu_k, first_tiles, n_segments = launch.packing(call.cu_seqlens_q, schedule.config.block_m)
     tiles = visited_tiles(launch, schedule, cu_q, cu_k, first_tiles)
     counter = launch.counter(schedule.dynamic)
-    gate = None if call.gate is None else readable(call.gate)
     learned = launch.table, launch.sink, launch.tau
 
     def describe() -> dict[str, Any]:
@@ -146,7 +182,7 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
             launch.rows(call.q, 64, launch.bd),
             launch.rows(call.k, config.block_n, launch.bd),
             launch.rows(call.v, config.block_n, launch.bdv),
-            launch.rows(y, 64, launch.bdv),
+            launch.rows(y, 64, launch.bd if known else launch.bdv),
             lse,
             Packing(cu_q, cu_k, first_tiles),
             counter,
@@ -161,22 +197,22 @@ def forward(call: Call, save_u: bool = False) -> tuple[Tensor, Tensor, Tensor | 
             Terms(*learned, cap_factor(call), None if cap is None else cap * LOG2E),
             None if call.bias is None else call.bias.shape[1],
             None if call.bias is None else call.spec.bias_origin,
-            *mask_arguments(launch, schedule, tiles),
+            *mask_arguments(launch, schedule, tiles, living),
             Extras(peaks, None if peaks is None else float(call.scale), None if variant.LOW_SHARED else low),
             launch.rows(low, 64, launch.bdv) if low is not None and variant.LOW_SHARED else None,
             *((None,) * 3 if low is None or variant.LOW_SHARED else low.stride()[:3]),
         ]
-        constants = {"V": variant}
+        constants = {"V": variant._replace(KNOWN=known, GATE=gate is not None)}
         options = {"num_warps": 4, "maxnreg": 168 if config.consumers == 2 else 128}
-        if call.tau is not None:
-            # two sweeps share a tile's values
+        if call.tau is not None or call.entmax is not None:
+            # sweeps share a tile's values
             options |= OWN_REGISTERS
         return {"grid": (schedule.programs,), "args": args, "constants": constants, **options}
 
     mask = (None,) * 4 if tiles is None else (tiles.folded, tiles.live, tiles.counts, tiles.first_key_tiles)
-    tensors = (call.q, call.k, call.v, y, lse, cu_q, cu_k, first_tiles, counter, gate, u, *learned, *mask, peaks, low)
+    entmax = () if living is None else living.tensors
+    tensors = (call.q, call.k, call.v, y, lse, cu_q, cu_k, first_tiles, counter, gate, u, *learned, *mask, *entmax, peaks, low)
     launch.start(_fwd_kernel, tensors, describe)
-    return y, lse, kept, peaks
 
 
 def visited_tiles(launch: Launch, schedule: Schedule, cu_q: Tensor, cu_k: Tensor, first_tiles: Tensor) -> LiveTiles | None:
@@ -191,10 +227,13 @@ def visited_tiles(launch: Launch, schedule: Schedule, cu_q: Tensor, cu_k: Tensor
     return live_tiles(launch.start_beside, call, tiling, of_rows=True)
 
 
-def mask_arguments(launch: Launch, schedule: Schedule, tiles: LiveTiles | None) -> tuple[Any, ...]:
+def mask_arguments(launch: Launch, schedule: Schedule, tiles: LiveTiles | None, living: Living | None) -> tuple[Any, ...]:
+    """What limits the key blocks that are visited: a mask by row intervals, or entmax."""
+    if living is not None:
+        return (*(None,) * 4, living.key_tiles, None, living.argument(launch.call, scale_of(launch.call).unit))
     if tiles is None:
-        return (None,) * 6
+        return (None,) * 7
     block = schedule.config.block_n
     folded = descriptor(tiles.folded, vector_fields(tiles.folded.numel(), block))
     mask = Mask(tiles.live, tiles.counts, tiles.first_key_tiles)
-    return folded, mask, tiles.batch_step, tiles.head_step, launch.key_tiles(block), tiles.most
+    return folded, mask, tiles.batch_step, tiles.head_step, launch.key_tiles(block), tiles.most, None

@@ -1,9 +1,9 @@
 """Forward (eq. 31, eq. 32): the kernel.
 
-One producer warp (producer.py) feeds NC consumer warpgroups of 64 rows each (consumer.py, with tau elastic.py) through ST-stage
-rings of K and V. Key blocks run from right to left, so that a causal mask touches the first one only. CTAs are persistent: the
-producer draws tiles (longest first under a mask) and publishes them with Q, so the next tile's loads and the last tile's store
-run under the softmax.
+One producer warp (producer.py) feeds NC consumer warpgroups of 64 rows each (consumer.py, with tau elastic.py, with entmax
+sparse.py) through ST-stage rings of K and V. Key blocks run from right to left, so that a causal mask touches the first one
+only. CTAs are persistent: the producer draws tiles (longest first under a mask) and publishes them with Q, so the next tile's
+loads and the last tile's store run under the softmax.
 
 Learned terms (terms.py) are compiled in: the cap and the bias change scores, a row's sum starts with the sink, the gate waits
 in the buffer that O leaves through.
@@ -20,8 +20,11 @@ from backlight.backends.hopper.compat import smem_reinterpret
 from backlight.backends.hopper.forward.arguments import Buffers, Forward
 from backlight.backends.hopper.forward.consumer import plain_consumer
 from backlight.backends.hopper.forward.elastic import elastic_consumer
+from backlight.backends.hopper.forward.looking import looking_consumer
 from backlight.backends.hopper.forward.producer import producer
 from backlight.backends.hopper.forward.ring import Ring
+from backlight.backends.hopper.forward.sparse import sparse_consumer
+from backlight.backends.hopper.forward.sparse_producer import sparse_producer
 from backlight.backends.hopper.forward.tiles import slot_size
 from backlight.backends.hopper.primitives import WM, barriers, tiles_of
 
@@ -30,8 +33,20 @@ from backlight.backends.hopper.primitives import WM, barriers, tiles_of
 def consumer(p, W: gl.constexpr):
     if p.V.TAU:
         elastic_consumer(p, W)
+    elif p.V.KNOWN:
+        looking_consumer(p, W)
+    elif p.V.ENTMAX != 0:
+        sparse_consumer(p, W)
     else:
         plain_consumer(p, W)
+
+
+@gluon.jit
+def loader(p):
+    if p.V.ENTMAX != 0:
+        sparse_producer(p)
+    else:
+        producer(p)
 
 
 @gluon.jit
@@ -82,7 +97,7 @@ def _fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, packing, counter_ptr,
     dynamic, n_segments, n_tiles, row_tiles, together, heads, group, sq, sk, left, right,
     scale, gate_desc, u_desc, terms, n_bias, bias_origin,
-    folded_desc, mask, mask_batch, mask_head, key_tiles, most,
+    folded_desc, mask, mask_batch, mask_head, key_tiles, most, entmax,
     extras, low_desc, low_stride_b, low_stride_h, low_stride_s, V: gl.constexpr,
 ):  # fmt: skip
     buffers, k_tiles, v_tiles = memory_of(q_desc.dtype, V)
@@ -92,13 +107,17 @@ def _fwd_kernel(
         heads, group, sq, sk, left, right, q_desc, k_desc, v_desc, o_desc, lse_ptr, packing, counter_ptr,
         dynamic, n_segments, n_tiles, row_tiles, together,
         scale, gate_desc, u_desc, terms, n_bias, bias_origin,
-        folded_desc, mask, mask_batch, mask_head, key_tiles, most,
+        folded_desc, mask, mask_batch, mask_head, key_tiles, most, entmax,
         extras, low_desc, low_stride_b, low_stride_h, low_stride_s, V, buffers, k, v,
     )  # fmt: skip
     fence_async_shared()
-    if V.NC == 2:
-        gl.warp_specialize([(consumer, (p, 0)), (consumer, (p, 1)), (producer, (p,))], [4, 1], [240, 24])
+    if V.NC == 2 and V.ENTMAX != 0:
+        gl.warp_specialize([(consumer, (p, 0)), (consumer, (p, 1)), (loader, (p,))], [4, 1], [232, 40])
+    elif V.NC == 2:
+        gl.warp_specialize([(consumer, (p, 0)), (consumer, (p, 1)), (loader, (p,))], [4, 1], [240, 24])
     else:
         gl.warp_specialize(
-            [(consumer, (p, 0)), (consumer, (p, 1)), (consumer, (p, 2)), (producer, (p,))], [4, 4, 1], [160, 160, 24]
+            [(consumer, (p, 0)), (consumer, (p, 1)), (consumer, (p, 2)), (loader, (p,))],
+            [4, 4, 1],
+            [160, 160, 32 if V.ENTMAX != 0 else 24],
         )

@@ -94,6 +94,18 @@ def feed_cut(p, visits, entry, count, b, h, start, length, row):
 
 
 @gluon.jit
+def send_q(p, b, h, q_start, sq, block, turn):
+    """Q of a tile, a part for each warpgroup."""
+    NC: gl.constexpr = p.V.NC
+    for w in gl.static_range(NC):
+        at = q_buffer(p, turn, w)
+        row = block * (p.V.NC * WM) + w * WM
+        mbarrier.wait(p.buffers.q_empty.index(at), q_phase(p, turn) ^ 1)
+        mbarrier.expect(p.buffers.q_full.index(at), p.q_desc.block_type.nbytes)
+        load_tile(p.q_desc, b, h, q_start, sq, row, p.buffers.q_full.index(at), p.buffers.q.index(at), p.V.VARLEN)
+
+
+@gluon.jit
 def send(p, tile, head, z, block, ticket, count, turn):
     """Q of a tile, then K and V of its blocks from right to left.
 
@@ -114,11 +126,7 @@ def send(p, tile, head, z, block, ticket, count, turn):
     else:
         begin, _, _, end = tile_blocks(p, i0, BM, sq, sk)
     publish(p, turn & 3, head, z, block, ticket)
-    for w in gl.static_range(NC):
-        at = q_buffer(p, turn, w)
-        mbarrier.wait(p.buffers.q_empty.index(at), q_phase(p, turn) ^ 1)
-        mbarrier.expect(p.buffers.q_full.index(at), p.q_desc.block_type.nbytes)
-        load_tile(p.q_desc, b, h, q_start, sq, i0 + w * WM, p.buffers.q_full.index(at), p.buffers.q.index(at), p.V.VARLEN)
+    send_q(p, b, h, q_start, sq, block, turn)
     # tiles of K that were sent beyond those of V
     ahead = 0
     if p.V.TAU:

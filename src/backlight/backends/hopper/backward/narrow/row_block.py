@@ -17,7 +17,7 @@ from backlight.backends.hopper.barriers import (
 )
 from backlight.backends.hopper.compat import arguments, smem_reinterpret, warpgroup_mma_wait
 from backlight.backends.hopper.primitives import WM, bar_arrive, bar_sync, mma_over_columns, phase_of, pieces, stage_of
-from backlight.backends.hopper.scores import gradient, hidden_out, weights
+from backlight.backends.hopper.scores import gradient, hidden_out, weights, with_slopes
 
 
 @arguments
@@ -81,15 +81,16 @@ def row_block(p, turn, sums, side, member, i, W: gl.constexpr, MASK: gl.constexp
     dp_token = mma_over_columns(p.buffers.v.index(side * 2 + W), do, zero, p.V.DV)
     s = warpgroup_mma_wait(PIECES, deps=[s_token])
     # row values are read late: registers are short
-    pt = weights(s, p.buffers.lse.index(stage).load(row_l), p.units.scale_log2, True)
+    pt = weights(s, p.buffers.lse.index(stage).load(row_l), p.units.scale_log2, True, p.V.ENTMAX)
     if MASK == OUTSIDE:
         limits = row_limits(p, turn, W * WM, member, gl.SliceLayout(1, s_l), WM)
         pt = hidden_out(pt, rows_within(p, s, limits, i), False)
     elif MASK != PLAIN:
         pt = hidden_out(pt, seen_rows(p, turn, s, W * WM, i, MASK), False)
     dp = warpgroup_mma_wait(0, deps=[dp_token])
+    pt, slopes = with_slopes(pt, p.units.e, p.V.ENTMAX)
     p16 = gl.convert_layout(pt.to(dtype), a_l, assert_trivial=True)
-    ds16 = gradient(pt, dp, p.buffers.delta.index(stage).load(row_l), True).to(dtype)
+    ds16 = gradient(slopes, dp, p.buffers.delta.index(stage).load(row_l), True).to(dtype)
     # 4, of the block before: dq += ds k
     dq_token = dq_of_before(p, count, sums.before, W)
     # 3: dv += p^T do
