@@ -33,7 +33,8 @@ class Living:
         shape = (heads, row_blocks, launch.key_tiles(config.block_n))
         slopes = torch.empty((heads, launch.sq), dtype=torch.float32, device=device) if wants_slopes else None
         tiles = (heads * launch.row_tiles(config.block_m), 4)
-        return cls(*(torch.zeros(size, dtype=torch.int8, device=device) for size in (shape, shape, tiles)), slopes)
+        bounded, live, unsettled = (torch.zeros(size, dtype=torch.int8, device=device) for size in (shape, shape, tiles))
+        return cls(bounded, live, unsettled, slopes)
 
     @property
     def key_tiles(self) -> int:
