@@ -59,10 +59,10 @@ class Buffers:
 
     q: gl.shared_memory_descriptor
     o: gl.shared_memory_descriptor
+    gate_full: Maybe
     tile: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
-    gate_full: Maybe
 
 
 @arguments

@@ -26,7 +26,7 @@ def memory_of(o_dtype: gl.constexpr, V: gl.constexpr):
     gate_full: gl.constexpr = None
     if V.GATE:
         gate_full = barriers(V.NC, 1)
-    return Buffers(q, o, tile, barriers(V.NC, 1), barriers(V.NC, 1), gate_full)
+    return Buffers(q, o, gate_full, tile, barriers(V.NC, 1), barriers(V.NC, 1))
 
 
 NUMBERS = [

@@ -38,7 +38,7 @@ def first_tiles(p, z):
 
 
 @gluon.jit
-def send(p, head, z, block, ticket, count, turn):
+def send(p, head, z, block, count, turn):
     """Q of a tile, then K and V of its blocks from right to left. Returns how many blocks so far."""
     NC: gl.constexpr = p.V.NC
     b = head // p.heads
@@ -47,7 +47,7 @@ def send(p, head, z, block, ticket, count, turn):
     before, keys_before = first_tiles(p, z)
     begin, _, _, end = tile_blocks(p, block * (NC * WM), NC * WM, sq, sk)
     i0 = (before + block) * (NC * WM)
-    publish(p, turn & 3, head, z, block, ticket)
+    publish(p, turn & 3, head, z, block, 0)
     for w in gl.static_range(NC):
         mbarrier.wait(p.buffers.q_empty.index(w), (turn & 1) ^ 1)
         mbarrier.expect(p.buffers.q_full.index(w), p.q_desc.block_type.nbytes)
@@ -63,14 +63,13 @@ def send(p, head, z, block, ticket, count, turn):
 @gluon.jit
 def producer(p):
     tile = gl.program_id(0)
-    count = tile * 0
     turn = tile * 0
+    count = tile * 0
     while tile < p.n_tiles:
-        ticket = tile
         head, z, block, exists = locate_tile(p, tile)
         # asked while consumers are at work on the tile before: the counter takes as long to answer as a load
         tile = draw(p, tile)
         if exists:
-            count = send(p, head, z, block, ticket, count, turn)
+            count = send(p, head, z, block, count, turn)
             turn += 1
     dismiss(p, count, turn)
