@@ -41,7 +41,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backends.intervals": {"call"},
     # e4m3 tensors and their scales
     "quantising": set(),
-    "fp8": {"spec", "call", "registry", "errors", "quantising", "backends.hopper"},
+    # scores, terms and masks of the emulation are the tiled backend's own
+    "fp8": {
+        *("spec", "call", "binding", "config", "registry", "running", "operators", "errors", "quantising"),
+        *("backends.hopper", "backends.tiled", "backends.triton"),
+    },
     "backends.*": {
         "_private",
         "spec",
@@ -80,7 +84,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "direct": {"_private", "spec", "call", "binding", "running", "operators"},
     "documents": {"_private", "spec", "binding"},
-    "api": {"spec", "call", "arguments", "binding", "contexts", "mask", "registry", "operators", "direct", "documents"},
+    "api": {"spec", "call", "arguments", "binding", "contexts", "mask", "registry", "operators", "direct", "documents", "fp8"},
     "explaining": {"call", "binding", "contexts", "intervals", "mask", "registry", "documents", "api"},
     "tangents": {"spec", "call", "arguments", "binding", "contexts", "derivatives", "second_operators", "api"},
     # weights are formed by the tiled backend's own code: no second copy of scores, mask and elastic weights
@@ -91,7 +95,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "slot": {"_private", "spec", "call", "binding", "registry", "running"},
     # the doctor by name only: it is loaded when somebody asks for it
     "": {
-        *("spec", "errors", "mask", "packing", "slopes", "slot", "api", "explaining"),
+        *("spec", "errors", "fp8", "mask", "packing", "slopes", "slot", "api", "explaining"),
         *("attention_statistics", "tangents", "doctor"),
     },
     # the options of a layer are checked by the code that checks those of a call

@@ -12,7 +12,9 @@ from torch import Tensor
 
 import backlight
 from backlight import fp8
+from backlight.call import Call
 from backlight.errors import Unsupported
+from backlight.fp8 import calls
 from backlight.quantising import in_order, in_register_order, power_of_two, rotation
 from backlight.spec import AttentionSpec
 
@@ -98,7 +100,7 @@ def test_emulated_in_blocks_as_without(sq: int, sk: int, options: dict[str, obje
     """Weights above 2^-14 are rounded the same whatever the maximum so far; what is flushed below that is small."""
     given = fp8.quantize(drawn(2, 4, sq, 64), drawn(2, 2, sk, 64, seed=1) + 1, drawn(2, 2, sk, 64, seed=2))
     spec = AttentionSpec(**options)
-    y, lse = fp8.calls.forward(given, spec, "emulated")
+    y, lse = calls.forward(Call(spec, *fp8.dequantized(given)), given, "emulated")
     y_wanted, lse_wanted = dense(given, spec)
     seen = lse_wanted.isfinite()
     assert torch.equal(seen, lse.isfinite())
@@ -113,6 +115,29 @@ def test_errors_are_those_of_the_table(factor: float, limit: float) -> None:
     q, k, v = (drawn(1, 2, 1024, 128, seed=n).bfloat16() for n in range(3))
     q, k = q * factor, k * factor
     assert relative(fp8.attention(q, k, v), exact(q, k, v)) < 1.1 * limit
+
+
+def with_outliers(seed: int) -> Tensor:
+    """FlashAttention 3's recipe: one entry in a thousand is ten times as large."""
+    few = torch.rand(1, 2, 1024, 128, generator=torch.Generator().manual_seed(100 + seed)) < 1e-3
+    return (drawn(1, 2, 1024, 128, seed=seed) + 10 * drawn(1, 2, 1024, 128, seed=50 + seed) * few).bfloat16()
+
+
+def per_tensor(x: Tensor) -> Tensor:
+    scale = x.float().abs().max() / 448
+    return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).double()
+
+
+def test_outliers_are_spread() -> None:
+    """Section 17.1 has 5.5e-2; scales of whole tensors, and weights that are not multiplied by 256, have 8.6e-2."""
+    q, k, v = (with_outliers(seed) for seed in range(3))
+    wanted = exact(q, k, v)
+    found = relative(fp8.attention(q, k, v), wanted)
+    assert found < 1.1 * 5.5e-2
+    s = per_tensor(q) @ per_tensor(k).mT / 128**0.5
+    p = torch.exp(s - s.amax(-1, keepdim=True))
+    others = p.float().to(torch.float8_e4m3fn).double() @ per_tensor(v) / p.sum(-1, keepdim=True)
+    assert relative(others, wanted) > 1.5 * found
 
 
 def test_an_offset_of_keys_costs_nothing() -> None:

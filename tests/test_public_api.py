@@ -35,6 +35,7 @@ OPTIONS = {
     "exact_delta": None,
     "backend": None,
     "context": None,
+    "precision": None,
 }
 
 
@@ -42,6 +43,7 @@ def test_exported_names() -> None:
     exported = {"AttentionSpec", "AttentionStatistics", "Explanation", "Unsupported", "__version__"}
     exported |= {"alibi", "attention", "attention_varlen", "cu_seqlens", "doctor", "explain", "mask", "statistics"}
     exported |= {"attention_jvp", "attention_varlen_jvp", "activate", "activated", "deactivate"}
+    exported |= {"quantize", "quantize_keys"}
     assert set(backlight.__all__) == exported
     assert all(hasattr(backlight, name) for name in exported)
 

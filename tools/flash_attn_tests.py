@@ -41,8 +41,8 @@ FILES = {
     "3": ("hopper/test_flash_attn.py",),
     "4": tuple(f"tests/cute/{name}.py" for name in CUTE),
 }
-# tests that FlashAttention refuses what we take
-NARROWER = ("test_flash_attn_invalid_head_dim",)
+# tests that FlashAttention refuses what we take, and of the operators behind its functions
+NARROWER = ("test_flash_attn_invalid_head_dim", "test_flash3_bw_compatibility")
 PASSED, FAILED, OTHER, LATE = "passed", "failed", "does not apply", "over the limit"
 
 # --- their names, our functions ----------------------------------------------------------------------------------------------

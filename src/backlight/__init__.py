@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from backlight.attention_statistics import AttentionStatistics, statistics
     from backlight.errors import Unsupported
     from backlight.explaining import Explanation, explain
+    from backlight.fp8.rounding import quantize, quantize_keys
     from backlight.packing import cu_seqlens
     from backlight.slopes import alibi
     from backlight.slot import activate, activated, deactivate
@@ -38,6 +39,8 @@ __all__ = [
     "doctor",
     "explain",
     "mask",
+    "quantize",
+    "quantize_keys",
     "statistics",
 ]
 
@@ -59,12 +62,14 @@ LATER = {
     "cu_seqlens": "packing",
     "deactivate": "slot",
     "explain": "explaining",
+    "quantize": "fp8.rounding",
+    "quantize_keys": "fp8.rounding",
     "statistics": "attention_statistics",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("doctor", "mask"):
+    if name in ("doctor", "fp8", "mask"):
         return importlib.import_module(f"{__name__}.{name}")
     if name in LATER:
         return getattr(importlib.import_module(f"{__name__}.{LATER[name]}"), name)

@@ -14,11 +14,12 @@ from typing_extensions import Unpack
 from backlight import direct, operators, registry
 from backlight.arguments import shown
 from backlight.binding import Tensors, Window, alphas_of, bind, bind_like_before, flattened, mask_tensors, tensors_given
-from backlight.call import Call
+from backlight.call import Call, Found, wanted
 from backlight.contexts import Context, blocks, innermost
 from backlight.spec import LEARNED
 
 if TYPE_CHECKING:
+    import backlight.fp8
     import backlight.mask
 else:
     # masks are loaded when somebody makes one, or asks for the type of `mask`
@@ -47,13 +48,14 @@ class Options(TypedDict, total=False):
     exact_delta: bool | None
     backend: str | None
     context: Context | None
+    precision: Literal["fp8"] | None
 
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | backlight.fp8.Quantised,
+    k: Tensor | backlight.fp8.Keys | None = None,
+    v: Tensor | None = None,
     *,
     return_lse: Literal[False] = False,
     return_max_logit: Literal[False] = False,
@@ -63,9 +65,9 @@ def attention(
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | backlight.fp8.Quantised,
+    k: Tensor | backlight.fp8.Keys | None = None,
+    v: Tensor | None = None,
     *,
     return_lse: Literal[True],
     return_max_logit: Literal[False] = False,
@@ -75,9 +77,9 @@ def attention(
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | backlight.fp8.Quantised,
+    k: Tensor | backlight.fp8.Keys | None = None,
+    v: Tensor | None = None,
     *,
     return_lse: Literal[False] = False,
     return_max_logit: Literal[True],
@@ -87,9 +89,9 @@ def attention(
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | backlight.fp8.Quantised,
+    k: Tensor | backlight.fp8.Keys | None = None,
+    v: Tensor | None = None,
     *,
     return_lse: Literal[True],
     return_max_logit: Literal[True],
@@ -98,9 +100,9 @@ def attention(
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | backlight.fp8.Quantised,
+    k: Tensor | backlight.fp8.Keys | None = None,
+    v: Tensor | None = None,
     *,
     causal: bool = False,
     window: Window | None = None,
@@ -120,6 +122,7 @@ def attention(
     exact_delta: bool | None = None,
     backend: str | None = None,
     context: Context | None = None,
+    precision: Literal["fp8"] | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Softmax attention, differentiable in every tensor argument, in memory linear in the lengths.
 
@@ -153,6 +156,7 @@ def attention(
             many bytes again as y has, between forward and backward. None: no. Not together with tau or entmax.
         backend: a backend's name, which never falls back; None chooses (see `explain`).
         context: q, k, v and gate are this rank's shard of a longer sequence (see `backlight.distributed.context_parallel`).
+        precision: "fp8" multiplies in e4m3 (docs/fp8.md); q may be what `quantize` returned, or k what `quantize_keys` did.
 
     Returns:
         y [B, Hq, Sq, Dv] in the dtype of q; with `return_lse` also lse [B, Hq, Sq], fp32 (fp64 for fp64 inputs), natural log;
@@ -174,8 +178,10 @@ def attention(
     }
     rows, pos = (None, None) if mask is None else mask_tensors(mask)
     tensors = (q, k, v, bias, sink, tau, gate, pair_bias, alphas, rows, pos, None, None)
+    if (fp8 := _fp8(q, k, precision)) is not None:
+        return fp8.attend(tensors, options, False, return_lse, backend, innermost(context))
     found = _attend(tensors, options, False, return_lse, backend, context, mask)
-    return _wanted(found, return_lse, return_max_logit) if return_lse or return_max_logit else found[0]
+    return wanted(found, return_lse, return_max_logit) if return_lse or return_max_logit else found[0]
 
 
 @overload
@@ -259,6 +265,7 @@ def attention_varlen(
     exact_delta: bool | None = None,
     backend: str | None = None,
     context: Context | None = None,
+    precision: Literal["fp8"] | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """`attention` over packed sequences: nothing is visible across their borders.
 
@@ -289,20 +296,19 @@ def attention_varlen(
     }
     rows, pos = (None, None) if mask is None else mask_tensors(mask)
     tensors = (q, k, v, bias, sink, tau, gate, pair_bias, alphas, rows, pos, cu_seqlens_q, cu_seqlens_k)
+    if (fp8 := _fp8(q, k, precision)) is not None:
+        return fp8.attend(tensors, options, True, return_lse, backend, innermost(context))
     found = _attend(tensors, options, True, return_lse, backend, context)
-    return _wanted(found, return_lse, return_max_logit) if return_lse or return_max_logit else found[0]
+    return wanted(found, return_lse, return_max_logit) if return_lse or return_max_logit else found[0]
 
 
-# y, lse and the largest logits of heads, where they are wanted
-_Found = tuple[Tensor, Tensor | None, Tensor | None]
+def _fp8(q: Any, k: Any, precision: Any) -> Any:
+    """The way in of calls in e4m3, loaded where one is asked for."""
+    if precision is None and isinstance(q, Tensor) and isinstance(k, Tensor):
+        return None
+    from backlight.fp8 import entry
 
-
-def _wanted(found: _Found, return_lse: bool, return_max_logit: bool) -> tuple[Tensor, ...]:
-    """All that is wanted, in order."""
-    y, lse, max_logit = found
-    if not return_max_logit:
-        return y, lse  # type: ignore[return-value]
-    return (y, lse, max_logit) if return_lse else (y, max_logit)  # type: ignore[return-value]
+    return entry if entry.asked_for(q, k, precision) else None
 
 
 def _attend(
@@ -314,7 +320,7 @@ def _attend(
     context: Context | None,
     mask: backlight.mask.Mask | None = None,
     trusted: bool = False,
-) -> _Found:
+) -> Found:
     """Both public calls: directly where nothing looks at them, through operators or a context elsewhere.
 
     mask: whose tensors are among these, of a call that is not packed. trusted: see `Call`.
@@ -363,7 +369,7 @@ def _documents() -> Any:
 
 def _attend_documents(
     mask: backlight.mask.Mask, tensors: Tensors, options: dict[str, Any], return_lse: bool, backend: str | None
-) -> _Found:
+) -> Found:
     """A call with documents of known lengths, as packed sequences."""
     documents, (batch, heads, *_) = _documents(), tensors[0].shape
     tensors, options, packed = documents.as_packed(mask, tensors, options)
@@ -383,14 +389,14 @@ def _attend_grid(
     backend: str | None,
     context: Context | None,
     mask: backlight.mask.Mask | None,
-) -> _Found:
+) -> Found:
     """Tensors of five axes, [B, N, H, S, D]."""
     tensors, grid = flattened(tensors)
     y, lse, max_logit = _attend(tensors, options, False, return_lse, backend, context, mask)
     return y.unflatten(0, grid), None if lse is None else lse.unflatten(0, grid), max_logit
 
 
-def _attend_packed(tensors: Tensors, options: dict[str, Any], return_lse: bool, backend: str | None, trusted: bool) -> _Found:
+def _attend_packed(tensors: Tensors, options: dict[str, Any], return_lse: bool, backend: str | None, trusted: bool) -> Found:
     """Packed tensors where nothing looks at the call; the largest logits are those of rows."""
     q = tensors[0]
     if q is not None and torch.is_autocast_enabled(q.device.type):

@@ -207,6 +207,18 @@ def call_with(spec: AttentionSpec, tensors: Sequence[Any], manner: Sequence[bool
     return Call(spec, *tensors, *manner)  # type: ignore[call-arg]
 
 
+# y, lse and the largest logits of heads, where they are wanted
+Found = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def wanted(found: Found, return_lse: bool, return_max_logit: bool) -> tuple[Tensor, ...]:
+    """All that is wanted, in order."""
+    y, lse, max_logit = found
+    if not return_max_logit:
+        return y, lse  # type: ignore[return-value]
+    return (y, lse, max_logit) if return_lse else (y, max_logit)  # type: ignore[return-value]
+
+
 def tensors_of(call: Call) -> tuple[Tensor | None, ...]:
     """All tensors; borders of keys that are those of the rows stand there once."""
     found = all_tensors(call)

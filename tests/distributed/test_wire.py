@@ -13,9 +13,8 @@ from torch import Tensor
 
 import backlight
 from backlight import api
-from backlight.call import counting_tensors
 from backlight.distributed import ContextParallel, rule, simulate
-from backlight.distributed.autograd import SHARED, Options, Strategy, backward
+from backlight.distributed.autograd import SHARED, Strategy, backward, options_of
 from backlight.distributed.blocks import Shards
 from backlight.distributed.simulation import Alone, Simulated
 from backlight.spec import AttentionSpec
@@ -49,7 +48,7 @@ def test_bytes_are_those_of_the_rule(layout: str, strategy: str, geometry: str) 
         chosen, call = prepared(rank, whole, layout, strategy, options)
         y, _, kept = chosen.forward(call)
         forward = rank.bytes_sent
-        backward(chosen, Options(call.spec, counting_tensors(call), False, True), tuple(kept), torch.ones_like(y), None, FULL)
+        backward(chosen, options_of(call, True), tuple(kept), torch.ones_like(y), None, FULL)
         return forward, rank.bytes_sent - forward
 
     measured = simulate(world, measure)
@@ -234,7 +233,7 @@ def test_what_is_compared_when(check: str, steps: str) -> None:
             own = context.shard(whole, 2).detach()
             strategy, call, _ = context.prepare(partial(api.call_of, own, own, own), None)
             y, _, kept = strategy.forward(call)
-            options = Options(call.spec, counting_tensors(call), False, True, context._calls, context._backward_compared)
+            options = options_of(call, True, number=context._calls, compared=context._backward_compared)
             backward(strategy, options, tuple(kept), torch.ones_like(y), None, frozenset(("dq",)))
         return "".join(step[0] if step.startswith("b") else "f" for step in counted)
 

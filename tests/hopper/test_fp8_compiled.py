@@ -9,16 +9,34 @@ pytest.importorskip("triton")
 
 from aot import SHARED_MEMORY, compiled
 
-from backlight import fp8
+from backlight.api import call_of
 from backlight.backends.hopper.fp8 import host
-from backlight.spec import AttentionSpec
+from backlight.fp8 import calls
+
+TERMS = ("bias", "sink", "gate")
 
 
-@pytest.mark.parametrize(("d", "causal"), [(128, False), (128, True), (64, True)])
-def test_kernel(d: int, causal: bool) -> None:
-    q, k, v = (torch.randn(1, heads, 256, d).bfloat16() for heads in (4, 2, 2))
+@pytest.mark.parametrize(
+    ("d", "causal", "packed", "terms"),
+    [
+        (128, False, False, ()),
+        (128, True, False, ()),
+        (128, True, True, TERMS),
+        (64, True, False, ()),
+        (64, True, True, (*TERMS, "softcap")),
+    ],
+    ids=str,
+)
+def test_kernel(d: int, causal: bool, packed: bool, terms: tuple[str, ...]) -> None:
+    q, k, v = (torch.randn(256, heads, d).bfloat16() for heads in (4, 2, 2))
+    given = {"bias": torch.zeros(4, 64), "sink": torch.zeros(4), "gate": torch.zeros_like(q), "softcap": 30.0}
+    options = {name: given[name] for name in terms}
+    if packed:
+        call = call_of(q, k, v, torch.tensor([0, 100, 256]), causal=causal, **options)
+    else:
+        call = call_of(*(x.transpose(0, 1)[None] for x in (q, k, v)), causal=causal, **options)
     with compiled(host) as reports:
-        host.forward(fp8.quantize(q, k, v), AttentionSpec(causal=causal))
+        host.forward(call, calls.quantise(call))
     (report,) = reports
     assert not report.warnings, str(report)
     assert report.spills == 0, str(report)

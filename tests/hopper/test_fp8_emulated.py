@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,8 +13,10 @@ pytest.importorskip("triton")
 import emulator
 
 from backlight import fp8
+from backlight.api import call_of
 from backlight.backends.hopper.fp8 import host
 from backlight.call import Call
+from backlight.fp8 import calls, emulated
 from backlight.intervals import visible_whole
 from backlight.spec import AttentionSpec
 
@@ -50,7 +54,7 @@ def test_case(name: str, late: bool) -> None:
     spec = AttentionSpec(**options)
     given = fp8.quantize(q, k + 1, v)
     with emulator.emulated(host, late=late):
-        y, lse = host.forward(given, spec)
+        y, lse = host.forward(Call(spec, q, k, v), given)
     y_wanted, lse_wanted = wanted(given, spec)
     seen = lse_wanted.isfinite()
     assert torch.equal(seen, lse.isfinite())
@@ -58,3 +62,61 @@ def test_case(name: str, late: bool) -> None:
     assert float((y.double() - y_wanted).square().mean().sqrt() / y_wanted.square().mean().sqrt()) < 3e-3
     assert float((lse.double() - lse_wanted)[seen].abs().max()) < 1e-3
     assert not y[~seen].any()
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+HEADS, ROWS, COLUMNS = 2, 150, 200
+TERMS: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 3.0},
+    "bias": {"bias": drawn(HEADS, 60, seed=4), "bias_origin": 20, "causal": True},
+    "sink": {"sink": 2 * drawn(HEADS, seed=5), "causal": True},
+    "sink alone": {"sink": torch.full((HEADS,), torch.inf)},
+    "no sink": {"sink": torch.full((HEADS,), -torch.inf)},
+    "gate": {"gate": drawn(1, HEADS, ROWS, 64, seed=6).half()},
+    "all": {
+        "softcap": 3.0,
+        "bias": drawn(HEADS, 300, seed=4),
+        "sink": 2 * drawn(HEADS, seed=5),
+        "gate": drawn(1, HEADS, ROWS, 64, seed=6).half(),
+        "window": (90, 20),
+    },
+}
+
+
+def agree(call: Call, late: bool) -> None:
+    """The kernel, in the emulator, with the emulation in PyTorch."""
+    given = calls.quantise(call)
+    with emulator.emulated(host, late=late):
+        y, lse = host.forward(call, given)
+    y_wanted, lse_wanted = emulated.forward(call, given)
+    seen = lse_wanted.isfinite()
+    assert torch.equal(lse[~seen], lse_wanted[~seen])
+    assert float((y.double() - y_wanted.double()).norm()) <= 3e-3 * float(y_wanted.double().norm())
+    if seen.any():
+        assert float((lse.double() - lse_wanted)[seen].abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
+@pytest.mark.parametrize("name", TERMS)
+def test_terms(name: str, late: bool) -> None:
+    q, k, v = (drawn(1, h, s, 64, seed=n).half() for n, (h, s) in enumerate(((HEADS, ROWS), (1, COLUMNS), (1, COLUMNS))))
+    agree(call_of(q, k + 1, v, **TERMS[name]), late)
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
+@pytest.mark.parametrize("name", ["plain", "causal", "bias", "sink", "gate"])
+def test_packed(name: str, late: bool) -> None:
+    """Sequences of all lengths, one without rows, one without keys."""
+    cu_q, cu_k = torch.tensor([0, 130, 130, 200, 340]), torch.tensor([0, 200, 201, 201, 400])
+    q, k, v = (drawn(s, h, 64, seed=n).half() for n, (h, s) in enumerate(((HEADS, 340), (1, 400), (1, 400))))
+    options: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "causal": {"causal": True},
+        "bias": TERMS["bias"],
+        "sink": TERMS["sink"],
+        "gate": {"gate": drawn(340, HEADS, 64, seed=6).half()},
+    }
+    agree(call_of(q, k + 1, v, cu_q, cu_k, **options[name]), late)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from backlight import fp8
+from backlight.call import Call
 from backlight.fp8 import calls
 from backlight.spec import AttentionSpec
 
@@ -27,10 +28,10 @@ def test_against_the_emulation(run: tuple[int, int, int, int, int, int, dict[str
     torch.manual_seed(0)
     q, k, v = (torch.randn(b, h, s, d, device="cuda").to(dtype) for h, s in ((hq, sq), (hkv, sk), (hkv, sk)))
     given = fp8.quantize(q, k + 1, v)
-    if calls.why_not(given):
-        pytest.skip(calls.why_not(given)[0])
-    spec = AttentionSpec(**options)
-    (y, lse), (y_wanted, lse_wanted) = (calls.forward(given, spec, name) for name in ("hopper", "emulated"))
+    call = Call(AttentionSpec(**options), q, k, v)
+    if calls.why_not(call, given):
+        pytest.skip(calls.why_not(call, given)[0])
+    (y, lse), (y_wanted, lse_wanted) = (calls.forward(call, given, name) for name in ("hopper", "emulated"))
     seen = lse_wanted.isfinite()
     assert torch.equal(seen, lse.isfinite())
     # y in 16 bits, sums in 16 bits, and weights near the middle of two neighbours that went the other way

@@ -3,7 +3,8 @@
 Experimental: docs/fp8.md says what has been seen of it.
 """
 
-from backlight.fp8.calls import attention
-from backlight.quantising import Keys, Quantised, dequantized, quantize, quantize_keys
+from backlight.fp8.entry import attention
+from backlight.fp8.rounding import quantize, quantize_keys
+from backlight.quantising import Keys, Quantised, dequantized
 
 __all__ = ["Keys", "Quantised", "attention", "dequantized", "quantize", "quantize_keys"]

@@ -1,59 +1,53 @@
-"""The call: which forward runs it, and gradients straight through the rounding."""
+"""A bound call in e4m3: which forward runs it, and gradients straight through the rounding."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from backlight import registry
+from backlight import registry, running
+from backlight.backends.tiled.primitives import sink_weight
 from backlight.call import Call
 from backlight.errors import Unsupported
 from backlight.fp8 import emulated
-from backlight.quantising import Keys, Quantised, dequantized, quantize_keys, quantize_queries, rotation
-from backlight.spec import AttentionSpec
+from backlight.fp8.rounding import quantised, quantize_queries, rounded, rounded_of, tiles_of_call, turned_back
+from backlight.quantising import Keys, Quantised
+from backlight.spec import GRADIENTS
 
 WIDTHS = (64, 128)
-NO_SECOND = "fp8.attention has no second derivative (create_graph=True): its gradient passes through a rounding"
 DTYPES = (torch.float16, torch.bfloat16)
+# what the emulation takes of `spec.FEATURES`, and the kernel
+EMULATED = frozenset(("causal", "window", "softcap", "bias", "sink", "gate", "pair_bias", "rows", "pos", "packed"))
+KERNEL = frozenset(("causal", "window", "softcap", "bias", "sink", "gate", "packed"))
+# head dimension up to which the kernel has registers for a softcap
+CAPPED = 64
+NOT_CENTRED = "softcap bends scores with their mean: quantise the keys with centred=False"
+BACKENDS = (None, "hopper", "emulated")
 
 
-def attention(
-    q: Tensor,
-    k: Tensor | Keys,
-    v: Tensor | None = None,
-    *,
-    causal: bool = False,
-    window: tuple[int | None, int | None] = (None, None),
-    scale: float | None = None,
-    return_lse: bool = False,
-    backend: str | None = None,
-) -> Any:
-    """Attention whose products are those of e4m3 tensors; gradients as if nothing had been rounded but the inputs.
-
-    Args:
-        q: [B, Hq, Sq, D], D a power of two; fp16, bf16 or fp32.
-        k: [B, Hkv, Sk, D], or what `quantize_keys` made of keys and values, which then get no gradient.
-        v: [B, Hkv, Sk, D]; None where k says it.
-        causal: row i sees keys up to i + Sk - Sq.
-        window: how many keys to the left and to the right of that place a row sees.
-        scale: of the scores; None is D ** -0.5.
-        return_lse: also return the log-sum-exp of each row.
-        backend: "hopper" (H100, H200; D 64 or 128; fp16 or bf16) or "emulated" (plain PyTorch, slow); None takes the first
-            that can.
-
-    Returns:
-        y like q; with `return_lse` also lse [B, Hq, Sq], fp32.
-    """
-    if isinstance(k, Keys) != (v is None):
-        raise TypeError("k and v must both be tensors, or k what quantize_keys returned and v None")
-    spec = AttentionSpec(causal=causal, window=window, scale=scale)
-    y, lse = _Straight.apply(q, k if isinstance(k, Tensor) else None, v, k if isinstance(k, Keys) else None, spec, backend)
-    return (y, lse) if return_lse else y
+def quantise(call: Call) -> Quantised:
+    """A call's q, k and v; with a softcap as they are, since it bends the mean as well (eq. 97)."""
+    return quantised(call.q, call.k, call.v, call.scale, call.spec.softcap is None, tiles_of_call(call))
 
 
-def why_not(given: Quantised) -> tuple[str, ...]:
+def queries_of(call: Call, keys: Keys) -> Quantised:
+    if keys.centred and call.spec.softcap is not None:
+        raise ValueError(NOT_CENTRED)
+    return quantize_queries(call.q, keys, call.scale)
+
+
+# --- forward -----------------------------------------------------------------------------------------------------------------
+
+
+def unknown(call: Call, takes: frozenset[str]) -> tuple[str, ...]:
+    asked = [feature for feature in call.features if feature not in takes]
+    return tuple(f"does not take {registry.NAMED.get(feature, feature)} in e4m3" for feature in asked)
+
+
+def why_not(call: Call, given: Quantised) -> tuple[str, ...]:
     """Reasons against the kernel for Hopper GPUs."""
     reasons = registry.get("hopper").available()
     if reasons:
@@ -64,59 +58,77 @@ def why_not(given: Quantised) -> tuple[str, ...]:
         return (f"head dimension {given.q.shape[-1]} is not one of {', '.join(map(str, WIDTHS))}",)
     if given.dtype not in DTYPES:
         return (f"dtype {given.dtype} is not one of fp16, bf16",)
-    return ()
+    if call.spec.softcap is not None and given.q.shape[-1] > CAPPED:
+        return (f"softcap in e4m3 with head dimension {given.q.shape[-1]} above {CAPPED} needs more registers than there are",)
+    return unknown(call, KERNEL)
 
 
-def forward(given: Quantised, spec: AttentionSpec, backend: str | None = None) -> tuple[Tensor, Tensor]:
-    """(y, lse) of quantised inputs."""
-    if backend not in (None, "hopper", "emulated"):
-        raise ValueError(f"backend must be hopper, emulated or None, got {backend!r}")
+def forward(call: Call, given: Quantised, backend: str | None = None) -> tuple[Tensor, Tensor]:
+    """(y, lse) of quantised inputs with the options and terms of a call."""
+    check_backend(backend)
+    refused = {}
     if backend != "emulated":
-        reasons = why_not(given)
+        reasons = why_not(call, given)
         if not reasons:
             from backlight.backends.hopper.fp8 import host
 
-            return host.forward(given, spec)
-        if backend == "hopper":
-            raise Unsupported({"hopper": reasons})
-    return emulated.forward(given, spec)
+            return host.forward(call, given)
+        refused["hopper"] = reasons
+    if backend != "hopper":
+        reasons = unknown(call, EMULATED)
+        if not reasons:
+            return emulated.forward(call, given)
+        refused["emulated"] = reasons
+    raise Unsupported(refused)
 
 
-class _Straight(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor | None, v: Tensor | None, keys: Keys | None, spec: AttentionSpec, backend: str | None
-    ) -> tuple[Tensor, Tensor]:
-        if keys is None:
-            assert k is not None
-            assert v is not None
-            keys = quantize_keys(k, v)
-        given = quantize_queries(q, keys, spec.scale)
-        y, lse = forward(given, spec, backend)
-        ctx.given, ctx.spec = given, spec
-        ctx.dtypes = q.dtype, None if k is None else k.dtype, None if v is None else v.dtype
-        ctx.save_for_backward(y, lse)
-        return y, lse
+def check_backend(backend: str | None) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be hopper, emulated or None in e4m3, got {backend!r}")
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor, dlse: Tensor) -> Any:
-        """The backward of 16 bits at the rounded inputs, its rows as the forward had them (section 17.2)."""
-        if torch.is_grad_enabled():
-            raise NotImplementedError(NO_SECOND)
-        given: Quantised = ctx.given
-        y, lse = ctx.saved_tensors
-        q, k, v = (x.to(y.dtype) for x in dequantized(given))
-        call = Call(AttentionSpec(ctx.spec.causal, ctx.spec.window, scale=given.scale), q, k, v)
-        needs = frozenset(name for name, need in zip(("dq", "dk", "dv"), ctx.needs_input_grad, strict=False) if need)
-        with torch.no_grad():
-            # rows that see nothing have no offset either
-            grads = registry.choose(call, None).backward(call, y, lse - given.offset, None, dy.contiguous(), dlse, needs)
-        turn = rotation(y.shape[-1], y.device)
-        dq = dk = None
-        if "dq" in grads:
-            group = given.q.shape[1] // given.keys.k.shape[1]
-            common = given.scale * dlse[..., None] * given.keys.mean.repeat_interleave(group, 1)[:, :, None]
-            dq = (grads["dq"].float() @ turn.T + common).to(ctx.dtypes[0])
-        if "dk" in grads:
-            dk = (grads["dk"].float() @ turn.T).to(ctx.dtypes[1])
-        return dq, dk, grads.get("dv"), None, None, None
+
+# --- gradients ---------------------------------------------------------------------------------------------------------------
+
+
+def backward(
+    call: Call, keys: Keys | None, y: Tensor, lse: Tensor, dy: Tensor, dlse: Tensor | None, needs: tuple[bool, ...]
+) -> dict[str, Tensor]:
+    """The backward of 16 bits at the rounded inputs, its rows as the forward had them (section 17.2).
+
+    A sink is no term of that backward, which knows its weight from lse; what it takes and gives is found here.
+    """
+    if keys is None:
+        args = call.q, call.k, call.v, call.scale, call.spec.softcap is None, tiles_of_call(call)
+        (q, k, v), offset, mean = rounded(*args)
+    else:
+        (q, k, v), offset, mean = rounded_of(queries_of(call, keys))
+    spec = call.spec.replace(sink=False, scale=call.scale)
+    inner = replace(call, spec=spec, q=q, k=k, v=v, sink=None)
+    wanted = tuple(need and name != "dsink" for name, need in zip(GRADIENTS, needs, strict=True))
+    asked = dict(zip(GRADIENTS, needs, strict=True))
+    grads = running.backward(inner, None, y, lse - offset, None, dy.contiguous(), dlse, wanted)
+    # sums of ds over the keys of a row: what the mean of the keys is multiplied by
+    common = dlse
+    if call.sink is not None:
+        delta = (dy.float() * y.float()).sum(-1)
+        if dlse is not None:
+            delta = delta - dlse
+        of_sink = sink_weight(call.sink.float()[:, None], lse)
+        if asked["dsink"]:
+            grads["dsink"] = -(of_sink * delta).sum((0, 2)).to(call.sink.dtype)
+        common = of_sink * delta if dlse is None else of_sink * delta + dlse
+    if asked["dq"]:
+        dq = turned_back(grads["dq"])
+        if common is not None:
+            along = mean.repeat_interleave(call.q.shape[1] // mean.shape[1], 1)[:, :, None]
+            dq = (dq + call.scale * common[..., None] * along).to(dq.dtype)
+        grads["dq"] = dq
+    if asked["dk"]:
+        grads["dk"] = turned_back(grads["dk"])
+    return grads
+
+
+def scaled(given: Quantised, options: dict[str, Any]) -> None:
+    """The scale of quantised queries is theirs."""
+    if options.get("scale") not in (None, given.scale):
+        raise ValueError(f"scale was given to quantize as {given.scale:g}, got {options['scale']:g} here")

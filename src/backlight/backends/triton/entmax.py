@@ -320,6 +320,42 @@ def is_far(moved, theta, e, V: tl.constexpr):
     return tl.max((tl.abs(moved) > close).to(tl.int32), 0)
 
 
+@triton.jit
+def thresholds(
+    work, k_desc, reach, alpha, key_tiles, MOST_STEPS: tl.constexpr, V: tl.constexpr, PAIR_TMA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """(theta, the first step and the end of those that tiles above it take): all sweeps but the last."""
+    LIVE: tl.constexpr = work.live_ptr is not None
+    # the first group of keys is the sink alone
+    theta = tl.zeros([BM], tl.float32) + tl.maximum(work.sink_z - 1, LOWEST)
+    line = tl.where(theta > NOTHING, 1.0, 0.0)
+    bound = Bound(theta, line, line)
+    if reach is not None:
+        candidates = candidates_of(reach, work.q, work.place.block, alpha, key_tiles, work.geometry, BN)
+        theta, largest, found = near_bounds(work, k_desc, bound, candidates, V, PAIR_TMA, BM, BN)
+    else:
+        theta, largest, found = bounds(work, k_desc, bound, V, PAIR_TMA, BM, BN)
+    first = work.visits.start
+    stop = work.visits.stop
+    if LIVE:
+        tl.debug_barrier()
+        first = 0
+        stop = found * BN
+    made = 0
+    going = 1
+    while (going > 0) & (made < MOST_STEPS):
+        f, w, w2, kept = sums(work, k_desc, theta, (first, stop), V, PAIR_TMA, BM, BN)
+        if LIVE:
+            tl.debug_barrier()
+            stop = kept * BN
+        moved = stepped(f, w, w2, largest - theta, work.e, V)
+        going = is_far(moved, theta, work.e, V)
+        theta += moved
+        made += 1
+    return theta, (first, stop)
+
+
 @triton.jit(do_not_specialize=["sq", "sk", "n_segments"])
 def _entmax_kernel(
     tensors, k_desc, v_desc, pair_desc, frame, sq, sk, n_segments, V: tl.constexpr, MOST_STEPS: tl.constexpr,
@@ -355,29 +391,7 @@ def _entmax_kernel(
         theta = tl.load(lse_ptr + lanes, mask=lanes < block.n_rows, other=0.0) * (alpha - 1) - 1
         theta = tl.maximum(theta, LOWEST)
     else:
-        # the first group of keys is the sink alone
-        theta = tl.zeros([BM], tl.float32) + tl.maximum(sink_z - 1, LOWEST)
-        line = tl.where(theta > NOTHING, 1.0, 0.0)
-        bound = Bound(theta, line, line)
-        if tensors.reach is not None:
-            candidates = candidates_of(tensors.reach, q, block, alpha, key_tiles, geometry, BN)
-            theta, largest, found = near_bounds(work, k_desc, bound, candidates, V, PAIR_TMA, BM, BN)
-        else:
-            theta, largest, found = bounds(work, k_desc, bound, V, PAIR_TMA, BM, BN)
-        if LIVE:
-            tl.debug_barrier()
-            steps = (0, found * BN)
-        made = 0
-        going = 1
-        while (going > 0) & (made < MOST_STEPS):
-            f, w, w2, kept = sums(work, k_desc, theta, steps, V, PAIR_TMA, BM, BN)
-            if LIVE:
-                tl.debug_barrier()
-                steps = (0, kept * BN)
-            moved = stepped(f, w, w2, largest - theta, e, V)
-            going = is_far(moved, theta, e, V)
-            theta += moved
-            made += 1
+        theta, steps = thresholds(work, k_desc, tensors.reach, alpha, key_tiles, MOST_STEPS, V, PAIR_TMA, BM, BN)
 
     o, u2, f, w = outputs(work, k_desc, tensors.v, v_desc, theta, steps, V, PAIR_TMA, BM, BN)
     if not V.PART:

@@ -48,7 +48,6 @@ from backlight.doctor.subject.layouts import ShapeMismatch
 from backlight.doctor.subject.subject import Observed, Subject
 from backlight.doctor.subject.trouble import CouldNotRun, DeviceLost, Unrepeatable
 from backlight.problems import inputs
-from backlight.problems.axes import tensors_of
 from backlight.problems.inputs import Settings
 from backlight.problems.problem import Problem, recast
 from backlight.spec import AttentionSpec
@@ -101,7 +100,7 @@ def diagnose(
 def examine(subject: Subject, problem: Problem, level: str, reference: Subject | None = None) -> Report:
     notes = []
     if interpreted.misread_bf16(problem.call.q.dtype):
-        problem = wider(problem)
+        problem = interpreted.wider(problem)
         dtype = str(problem.call.q.dtype).removeprefix("torch.")
         notes.append(
             "TRITON_INTERPRET=1: this Triton's interpreter multiplies the bit patterns of bf16 operands in tl.dot, so "
@@ -113,13 +112,6 @@ def examine(subject: Subject, problem: Problem, level: str, reference: Subject |
     if reference is not None:
         judge_reference(report, reference, problem)
     return report
-
-
-def wider(problem: Problem) -> Problem:
-    """The same numbers in fp16 where it can hold them, else in fp32."""
-    largest = max(float(x.abs().max()) for x in (*tensors_of(problem.call).values(), problem.dy) if x.numel())
-    dtype = torch.float16 if largest < torch.finfo(torch.float16).max / 2 else torch.float32
-    return problem.replace(call=recast(problem.call, dtype), dy=problem.dy.to(dtype))
 
 
 def run_once(subject: Any, spec: AttentionSpec, *tensors: Tensor | None, **settings: Any) -> Observed:

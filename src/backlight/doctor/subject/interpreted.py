@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backlight.doctor.subject.trouble import of_the_user
+from backlight.problems.axes import tensors_of
+from backlight.problems.problem import Problem, recast
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -51,3 +53,10 @@ def _product(a_ptr: Any, b_ptr: Any, out_ptr: Any, side: tl.constexpr) -> None:
     rows = tl.arange(0, side)
     cells = rows[:, None] * side + rows[None, :]
     tl.store(out_ptr + cells, tl.dot(tl.load(a_ptr + cells), tl.load(b_ptr + cells)))
+
+
+def wider(problem: Problem) -> Problem:
+    """The same numbers in fp16 where it can hold them, else in fp32."""
+    largest = max(float(x.abs().max()) for x in (*tensors_of(problem.call).values(), problem.dy) if x.numel())
+    dtype = torch.float16 if largest < torch.finfo(torch.float16).max / 2 else torch.float32
+    return problem.replace(call=recast(problem.call, dtype), dy=problem.dy.to(dtype))

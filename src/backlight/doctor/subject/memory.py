@@ -80,8 +80,8 @@ class Room:
     def spacious(self, original: Allocate) -> Allocate:
         def allocate(*args: Any, **kwargs: Any) -> Tensor:
             new = original(*args, **kwargs)
-            # tensors of compilers and transforms have no memory of their own
-            if type(new) is not Tensor or not new.is_floating_point() or not new.numel() or new.requires_grad:
+            # tensors of compilers, transforms and of the device "meta" have no memory of their own
+            if type(new) is not Tensor or new.is_meta or not new.is_floating_point() or not new.numel() or new.requires_grad:
                 return new
             extent = 1 + sum((n - 1) * step for n, step in zip(new.shape, new.stride(), strict=True))
             inner = new.shape[-2:].numel()

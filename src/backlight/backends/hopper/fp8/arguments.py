@@ -24,13 +24,24 @@ class Variant(NamedTuple):
     # a mask, or a last block that is not full
     MASKED: bool
     PINGPONG: bool
-    # what the forward has besides
     VARLEN: bool = False
+    SOFTCAP: bool = False
+    BIAS: bool = False
+    SINK: bool = False
+    GATE: bool = False
+    # what the forward has besides
     QB: int = 1
     KEEP_FIRST_MAX: bool = False
     INTERVALS: int = 0
-    BIAS: bool = False
-    SINK: bool = False
+
+
+class Packing(NamedTuple):
+    """Borders of packed rows and keys, and the first tiles of sequences: of rows, of keys."""
+
+    cu_q_ptr: object
+    cu_k_ptr: object
+    cu_tiles_ptr: object
+    cu_key_tiles_ptr: object
 
 
 class Scales(NamedTuple):
@@ -48,6 +59,7 @@ class Buffers:
 
     q: gl.shared_memory_descriptor
     o: gl.shared_memory_descriptor
+    gate_full: Maybe
     tile: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
@@ -70,7 +82,12 @@ class Quantised(Sizes):
     together: gl.tensor
     key_tiles: gl.tensor
     unit_log2: gl.tensor
+    gate_desc: Maybe
     terms: Maybe
+    n_bias: Maybe
+    bias_origin: Maybe
+    packing: Maybe
+    n_segments: gl.tensor
     V: gl.constexpr
     buffers: Buffers
     k: Ring

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,14 +12,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backlight.backends.hopper.compat import COMPILER
 from backlight.backends.hopper.forward.arguments import Terms
-from backlight.backends.hopper.fp8.arguments import Scales, Variant
+from backlight.backends.hopper.fp8.arguments import Packing, Scales, Variant
 from backlight.backends.hopper.fp8.kernel import _fp8_kernel
-from backlight.backends.hopper.launch import GLUON_DTYPES, multiprocessors, nothing
+from backlight.backends.hopper.launch import GLUON_DTYPES, Launch, multiprocessors, readable
+from backlight.call import Call
 from backlight.config import resolve
 from backlight.quantising import BLOCK, Quantised
-from backlight.spec import LOG2E, AttentionSpec
+from backlight.spec import LN2, LOG2E
 
-NO_TERMS = Terms(None, None, None, None, None)
 WIDTHS = (64, 128)
 TOGETHER = 8
 
@@ -44,54 +44,67 @@ def tiles(tensor: Tensor, rows: int, width: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
 
 
-def forward(given: Quantised, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """(y, lse)."""
-    keys = given.keys
-    batch, heads, sq, d = given.q.shape
-    kv_heads, sk = keys.k.shape[1:3]
-    device = given.q.device
-    y = torch.empty(batch, heads, sq, d, dtype=given.dtype, device=device)
-    lse = torch.empty(batch, heads, sq, dtype=torch.float32, device=device)
-    config = resolve("hopper.fp8", Fp8Config)
+def variant_of(call: Call, given: Quantised, config: Fp8Config) -> Variant:
+    spec, sk = call.spec, given.keys.k.shape[2]
     masked = spec.left is not None or spec.right is not None
-    row_tiles, key_tiles = -(-sq // BLOCK), -(-sk // BLOCK)
-    n_tiles = row_tiles * batch * heads
-    programs = min(n_tiles, multiprocessors(device))
-    dynamic = masked and programs < n_tiles
-    together = max(n for n in range(1, (TOGETHER if masked else 1) + 1) if batch * heads % n == 0)
-    counter = torch.zeros(1, dtype=torch.int32, device=device) if dynamic else nothing(device)
-    variant = Variant(
-        D=d,
+    return Variant(
+        D=given.q.shape[-1],
         BN=BLOCK,
         NC=2,
         ST=config.stages,
         HAS_LEFT=spec.left is not None,
         HAS_RIGHT=spec.right is not None,
-        MASKED=masked or sk % BLOCK != 0,
+        MASKED=masked or call.varlen or sk % BLOCK != 0,
         PINGPONG=config.pingpong,
+        VARLEN=call.varlen,
+        SOFTCAP=spec.softcap is not None,
+        BIAS=spec.bias,
+        SINK=spec.sink,
+        GATE=spec.gate,
     )
+
+
+def forward(call: Call, given: Quantised) -> tuple[Tensor, Tensor]:
+    """(y, lse); of q, k and v of the call nothing but shapes is read."""
+    keys, spec = given.keys, call.spec
+    batch, heads, sq, d = call.q.shape
+    device = given.q.device
+    y = torch.empty(batch, heads, sq, d, dtype=given.dtype, device=device)
+    lse = torch.empty(batch, heads, sq, dtype=torch.float32, device=device)
+    # the bias is added to logits in base 2
+    launch = Launch(replace(call, spec=spec.replace(scale=LN2, softcap=None)))
+    packing = Packing(*(None,) * 4)
+    if call.cu_seqlens_k is not None:
+        cu_q, cu_k, row_tiles_before, _ = launch.packing(call.cu_seqlens_q, BLOCK)
+        packing = Packing(cu_q, cu_k, row_tiles_before, launch.first_tiles(call.cu_seqlens_k, BLOCK))
+    row_tiles, key_tiles = given.q_scale.shape[2], keys.k_scale.shape[2]
+    n_tiles = row_tiles * batch * heads
+    programs = min(n_tiles, multiprocessors(device))
+    uneven = spec.left is not None or spec.right is not None or call.varlen
+    dynamic = uneven and programs < n_tiles
+    gate = None if call.gate is None else readable(call.gate)
     args: list[Any] = [
         tiles(given.q, 64, d),
         tiles(keys.k, BLOCK, d),
         tiles(keys.v, d, BLOCK),
-        tiles(y, 64, d),
+        launch.rows(y, 64, d),
         lse,
         Scales(given.q_scale, keys.k_scale, keys.v_scale, given.offset),
-        counter,
+        launch.counter(dynamic),
         int(dynamic),
         n_tiles,
         row_tiles,
-        together,
+        max(n for n in range(1, (TOGETHER if uneven else 1) + 1) if batch * heads % n == 0),
         key_tiles,
-        heads,
-        heads // kv_heads,
-        sq,
-        sk,
-        spec.left or 0,
-        spec.right or 0,
-        given.scale * LOG2E,
-        NO_TERMS,
-        variant,
+        *(heads, call.group, sq, call.k.shape[2], spec.left or 0, spec.right or 0),
+        LOG2E * given.scale if spec.softcap is None else given.scale / spec.softcap,
+        None if gate is None else launch.rows(gate, 64, d),
+        Terms(launch.table, launch.sink, None, *((None, None) if spec.softcap is None else (None, spec.softcap * LOG2E))),
+        *((None, None) if call.bias is None else (call.bias.shape[1], spec.bias_origin)),
+        packing,
+        0 if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1,
+        variant_of(call, given, resolve("hopper.fp8", Fp8Config)),
     ]
-    _fp8_kernel[(programs,)](*args, num_warps=4, maxnreg=168, **COMPILER)
+    if n_tiles:
+        _fp8_kernel[(programs,)](*args, num_warps=4, maxnreg=168, **COMPILER)
     return y, lse

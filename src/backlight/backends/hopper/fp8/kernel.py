@@ -23,23 +23,41 @@ def memory_of(o_dtype: gl.constexpr, V: gl.constexpr):
     q = tiles_of(gl.float8e4nv, V.NC, WM, V.D)
     o = tiles_of(o_dtype, V.NC, WM, V.D)
     tile = gl.allocate_shared_memory(gl.int32, [4 * slot_size(V.INTERVALS), 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Buffers(q, o, tile, barriers(V.NC, 1), barriers(V.NC, 1))
+    gate_full: gl.constexpr = None
+    if V.GATE:
+        gate_full = barriers(V.NC, 1)
+    return Buffers(q, o, gate_full, tile, barriers(V.NC, 1), barriers(V.NC, 1))
 
 
-NUMBERS = ["dynamic", "n_tiles", "row_tiles", "together", "key_tiles", "heads", "group", "sq", "sk", "left", "right"]
+NUMBERS = [
+    "dynamic",
+    "n_segments",
+    "n_tiles",
+    "row_tiles",
+    "together",
+    "key_tiles",
+    "heads",
+    "group",
+    "sq",
+    "sk",
+    "left",
+    "right",
+]
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def _fp8_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, scales, counter_ptr, dynamic, n_tiles, row_tiles, together, key_tiles,
-    heads, group, sq, sk, left, right, unit_log2, terms, V: gl.constexpr,
+    heads, group, sq, sk, left, right, unit_log2, gate_desc, terms, n_bias, bias_origin, packing, n_segments,
+    V: gl.constexpr,
 ):  # fmt: skip
     buffers = memory_of(o_desc.dtype, V)
     k = Ring(tiles_of(gl.float8e4nv, V.ST, V.BN, V.D), barriers(V.ST, 1), FORWARD_EMPTY, V.NC * 128 + 32)
     v = Ring(tiles_of(gl.float8e4nv, V.ST, V.D, V.BN), barriers(V.ST, 1), FORWARD_EMPTY + V.ST, V.NC * 128 + 32)
     p = Quantised(
         heads, group, sq, sk, left, right, q_desc, k_desc, v_desc, o_desc, lse_ptr, scales, counter_ptr, dynamic,
-        n_tiles, row_tiles, together, key_tiles, unit_log2, terms, V, buffers, k, v,
+        n_tiles, row_tiles, together, key_tiles, unit_log2, gate_desc, terms, n_bias, bias_origin, packing, n_segments,
+        V, buffers, k, v,
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize([(consumer, (p, 0)), (consumer, (p, 1)), (producer, (p,))], [4, 1], [240, 24])

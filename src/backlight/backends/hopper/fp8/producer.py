@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from backlight.backends.hopper.compat import smem_reinterpret, tma_load
 from backlight.backends.hopper.forward.ring import ring_stage, wait_empty
-from backlight.backends.hopper.forward.tiles import END, draw, locate_tile, publish, tile_blocks
+from backlight.backends.hopper.forward.tiles import dismiss, draw, lengths, locate_tile, publish, tile_blocks
 from backlight.backends.hopper.primitives import WM
 
 
@@ -27,20 +27,33 @@ def feed(p, ring, desc, count, b, h, row, column):
 
 
 @gluon.jit
-def send(p, head, block, ticket, count, turn):
+def first_tiles(p, z):
+    """Tiles of rows and of keys before a packed sequence: there the quantisation has put its rows and keys."""
+    rows = p.sq * 0
+    keys = rows
+    if p.V.VARLEN:
+        rows = gl.load(p.packing.cu_tiles_ptr + z)
+        keys = gl.load(p.packing.cu_key_tiles_ptr + z)
+    return rows, keys
+
+
+@gluon.jit
+def send(p, head, z, block, count, turn):
     """Q of a tile, then K and V of its blocks from right to left. Returns how many blocks so far."""
     NC: gl.constexpr = p.V.NC
     b = head // p.heads
     h = head % p.heads
-    i0 = block * (NC * WM)
-    begin, _, _, end = tile_blocks(p, i0, NC * WM, p.sq, p.sk)
-    publish(p, turn & 3, head, 0, block, ticket)
+    _, _, sq, sk = lengths(p, z)
+    before, keys_before = first_tiles(p, z)
+    begin, _, _, end = tile_blocks(p, block * (NC * WM), NC * WM, sq, sk)
+    i0 = (before + block) * (NC * WM)
+    publish(p, turn & 3, head, z, block, 0)
     for w in gl.static_range(NC):
         mbarrier.wait(p.buffers.q_empty.index(w), (turn & 1) ^ 1)
         mbarrier.expect(p.buffers.q_full.index(w), p.q_desc.block_type.nbytes)
         load_at(p.q_desc, b, h, i0 + w * WM, 0, p.buffers.q_full.index(w), p.buffers.q.index(w))
     for j in range(end - begin):
-        key = (end - 1 - j) * p.V.BN
+        key = (keys_before + end - 1 - j) * p.V.BN
         feed(p, p.k, p.k_desc, count, b, h // p.group, key, 0)
         feed(p, p.v, p.v_desc, count, b, h // p.group, 0, key)
         count += 1
@@ -49,24 +62,14 @@ def send(p, head, block, ticket, count, turn):
 
 @gluon.jit
 def producer(p):
-    NC: gl.constexpr = p.V.NC
-    ST: gl.constexpr = p.V.ST
     tile = gl.program_id(0)
-    count = tile * 0
     turn = tile * 0
+    count = tile * 0
     while tile < p.n_tiles:
-        ticket = tile
-        head, _, block, _ = locate_tile(p, tile)
+        head, z, block, exists = locate_tile(p, tile)
         # asked while consumers are at work on the tile before: the counter takes as long to answer as a load
         tile = draw(p, tile)
-        count = send(p, head, block, ticket, count, turn)
-        turn += 1
-    # every arrival of the consumers is met, those of the last round included
-    for i in gl.static_range(ST):
-        if count >= ST - i:
-            wait_empty(p.k, ring_stage(p.k, count + i))
-            wait_empty(p.v, ring_stage(p.v, count + i))
-    publish(p, turn & 3, END, 0, 0, 0)
-    for w in gl.static_range(NC):
-        mbarrier.wait(p.buffers.q_empty.index(w), (turn & 1) ^ 1)
-        mbarrier.arrive(p.buffers.q_full.index(w), count=1)
+        if exists:
+            count = send(p, head, z, block, count, turn)
+            turn += 1
+    dismiss(p, count, turn)
