@@ -20,10 +20,11 @@ from backlight.call import Call
 from backlight.spec import AttentionSpec
 
 BF16, FP16 = torch.bfloat16, torch.float16
-# by head dimension: values of a tile, around its loops; terms add some
+# by head dimension: values of a tile, around its loops; the squares of a cap add to them
 ALLOWED_SPILLS = {64: 80, 128: 256}
-# of the backward for narrow heads
-ALLOWED_NARROW = 32
+ALLOWED_SPILLS_CAPPED = {64: 256, 128: 1024}
+# of the backward for narrow heads, and with a cap
+ALLOWED_BACKWARD = 64
 
 
 def call_of(
@@ -60,7 +61,8 @@ def reports_of(call: Call, *modules: ModuleType) -> list[Report]:
 
 def examine(call: Call) -> None:
     (report,), config = reports_of(call, forward), entmax_config(call)
-    assert report.spills <= ALLOWED_SPILLS[call.q.shape[-1]], str(report)
+    allowed = ALLOWED_SPILLS if call.spec.softcap is None else ALLOWED_SPILLS_CAPPED
+    assert report.spills <= allowed[call.q.shape[-1]], str(report)
     assert not report.warnings, str(report)
     assert report.shared <= SHARED_MEMORY, str(report)
     assert report.registers == (168 if config.consumers == 2 else 128), str(report)
@@ -74,7 +76,7 @@ def examine_backward(call: Call) -> None:
     assert look.spills == 0, str(look)
     assert {report.kernel for report in reports} >= {"_alive_kernel", "_prepass_kernel"}
     for report in reports:
-        assert report.spills <= (ALLOWED_NARROW if report.kernel == "_bwd_narrow_kernel" else 0), str(report)
+        assert report.spills <= (ALLOWED_BACKWARD if report.kernel.startswith("_bwd") else 0), str(report)
         assert not report.warnings, str(report)
         assert report.shared <= SHARED_MEMORY, str(report)
 
