@@ -306,8 +306,8 @@ def backward_heuristic(call: Call) -> BackwardConfig:
         return BackwardConfig(64, 64, wide=True, overlap=True)
     if width > 64:
         return BackwardConfig(64, 128, overlap=True)
-    if call.spec.softcap is not None:
-        # the capped scores stay in registers
+    if call.spec.softcap is not None or exponent_of(call) < 0:
+        # the capped scores stay in registers, and so do powers by exp2 and log2
         return BackwardConfig(64, 128, overlap=True)
     if intervals_of(call) == 2:
         # so do the ends of holes
