@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ import backlight
 from backlight.api import call_of
 from backlight.distributed import simulated_attention
 from backlight.operators import pack, unpack
-from backlight.registry import get
+from backlight.registry import choose, get, refusals
 
 F64 = torch.float64
 
@@ -98,11 +100,31 @@ def test_context_parallel(strategy: str) -> None:
     assert torch.allclose(found, wanted, atol=1e-12)
 
 
-def test_hopper_takes_it_by_name_only() -> None:
-    """Its kernels have not been timed: nobody gets them who has not asked for them."""
+def test_hopper_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x.bfloat16() for x in inputs())
     hopper = get("hopper")
     assert "entmax" in hopper.takes
-    assert "entmax" in hopper.by_name_only
+    call = call_of(q, k, v, entmax=1.5)
+    monkeypatch.setattr(type(hopper), "available", lambda self: ())
+    monkeypatch.setattr(type(hopper), "why_not", lambda self, call: ())
+    assert choose(call, "hopper") is hopper
+    assert choose(call, None) is not hopper
+    assert "by name" in refusals(call)["hopper"][0]
+    assert not refusals(call, "hopper")["hopper"]
+    assert choose(call_of(q, k, v), None) is hopper
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"entmax": torch.tensor([1.5, 1.5])}, "an alpha that is learned"),
+        ({"entmax": 1.75}, "an alpha of 1.75"),
+        ({"entmax": 1.5, "bias": torch.zeros(2, 3)}, "entmax together with bias"),
+    ],
+)
+def test_what_hopper_says_to_others(options: dict[str, Any], words: str) -> None:
+    q, k, v = (x.bfloat16() for x in inputs())
+    assert any(words in reason for reason in get("hopper").why_not(call_of(q, k, v, **options)))
 
 
 def test_compiled_in_one_graph() -> None:

@@ -14,15 +14,17 @@ from aot import SHARED_MEMORY, Report, compiled
 
 from backlight.backends.hopper.backward import alive, dq_convert, host, prepass
 from backlight.backends.hopper.backward import launch as backward
-from backlight.backends.hopper.config import ForwardConfig, entmax_config
+from backlight.backends.hopper.config import entmax_config
 from backlight.backends.hopper.forward import host as forward
 from backlight.call import Call
-from backlight.config import override
 from backlight.spec import AttentionSpec
 
 BF16, FP16 = torch.bfloat16, torch.float16
-# by warpgroups: values of a tile, once around its loops
-ALLOWED_SPILLS = {3: 320, 2: 160}
+# by head dimension: values of a tile, around its loops; the squares of a cap add to them
+ALLOWED_SPILLS = {64: 80, 128: 256}
+ALLOWED_SPILLS_CAPPED = {64: 256, 128: 1024}
+# of the backward for narrow heads, and with a cap
+ALLOWED_BACKWARD = 64
 
 
 def call_of(
@@ -59,7 +61,8 @@ def reports_of(call: Call, *modules: ModuleType) -> list[Report]:
 
 def examine(call: Call) -> None:
     (report,), config = reports_of(call, forward), entmax_config(call)
-    assert report.spills <= ALLOWED_SPILLS[config.consumers], str(report)
+    allowed = ALLOWED_SPILLS if call.spec.softcap is None else ALLOWED_SPILLS_CAPPED
+    assert report.spills <= allowed[call.q.shape[-1]], str(report)
     assert not report.warnings, str(report)
     assert report.shared <= SHARED_MEMORY, str(report)
     assert report.registers == (168 if config.consumers == 2 else 128), str(report)
@@ -70,10 +73,10 @@ def examine(call: Call) -> None:
 
 def examine_backward(call: Call) -> None:
     _, look, *reports = reports_of(call, forward, backward, prepass, alive, dq_convert)
-    assert look.spills <= ALLOWED_SPILLS[entmax_config(call).consumers], str(look)
+    assert look.spills == 0, str(look)
     assert {report.kernel for report in reports} >= {"_alive_kernel", "_prepass_kernel"}
     for report in reports:
-        assert report.spills == 0, str(report)
+        assert report.spills <= (ALLOWED_BACKWARD if report.kernel.startswith("_bwd") else 0), str(report)
         assert not report.warnings, str(report)
         assert report.shared <= SHARED_MEMORY, str(report)
 
@@ -88,12 +91,6 @@ def test_forward(d: int) -> None:
 @pytest.mark.parametrize("options", [{}, {"alpha": 1.25}, {"alpha": 1.37}, {"terms": ("softcap",)}], ids=str)
 def test_backward(d: int, options: dict[str, Any]) -> None:
     examine_backward(call_of(d, **options))
-
-
-@pytest.mark.slow
-def test_three_warpgroups() -> None:
-    with override("hopper.entmax", ForwardConfig(64, 3, stages=4)):
-        examine(call_of(64))
 
 
 @pytest.mark.slow

@@ -153,7 +153,7 @@ def blocks_with_weights(call: Call, block_n: int) -> torch.Tensor:
 
 BROKEN = {
     "blocks read before they are known": (live_blocks, "bar_sync(FORWARD_MEETING, p.V.NC * 128 + 32)", "pass", "meet"),
-    "no step": (sparse, "return theta + moved", "return theta + 0 * moved", ""),
+    "no step": (sparse, "Rows(theta + moved", "Rows(theta + 0 * moved", ""),
     "u not divided": (sparse, "u = u * beside_products(weight, u)", "u = u", ""),
     "keys beyond the row": (sparse, "s = hide(p, s, position, block, view.sk)", "s = s", ""),
     "k never released": (sparse, "    release(p.k, stage)\n", "    pass\n", ""),

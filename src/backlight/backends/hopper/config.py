@@ -156,11 +156,8 @@ def entmax_config(call: Call) -> ForwardConfig:
 
 
 def entmax_heuristic(call: Call) -> ForwardConfig:
-    width = max(padded(call.q.shape[-1]), padded(call.v.shape[-1]))
-    if width > 64:
-        return ForwardConfig(64, 2, stages=4)
-    # squares of a cap need registers, and so do powers by exp2 and log2
-    return ForwardConfig(64 if exponent_of(call) < 0 or call.spec.softcap is not None else 128, 2)
+    # 128 keys, or three warpgroups of 64 rows, leave too few registers
+    return ForwardConfig(64, 2, stages=4)
 
 
 def share_q_and_o(config: ForwardConfig, bd: int, bdv: int, intervals: int = 0) -> bool:
