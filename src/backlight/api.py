@@ -178,7 +178,8 @@ def attention(
     }
     rows, pos = (None, None) if mask is None else mask_tensors(mask)
     tensors = (q, k, v, bias, sink, tau, gate, pair_bias, alphas, rows, pos, None, None)
-    if (fp8 := _fp8(q, k, precision)) is not None:
+    told = precision is not None or not (isinstance(q, Tensor) and isinstance(k, Tensor))
+    if told and (fp8 := _fp8(q, k, precision)) is not None:
         return fp8.attend(tensors, options, False, return_lse, backend, innermost(context))
     found = _attend(tensors, options, False, return_lse, backend, context, mask)
     return wanted(found, return_lse, return_max_logit) if return_lse or return_max_logit else found[0]
@@ -296,7 +297,8 @@ def attention_varlen(
     }
     rows, pos = (None, None) if mask is None else mask_tensors(mask)
     tensors = (q, k, v, bias, sink, tau, gate, pair_bias, alphas, rows, pos, cu_seqlens_q, cu_seqlens_k)
-    if (fp8 := _fp8(q, k, precision)) is not None:
+    told = precision is not None or not (isinstance(q, Tensor) and isinstance(k, Tensor))
+    if told and (fp8 := _fp8(q, k, precision)) is not None:
         return fp8.attend(tensors, options, True, return_lse, backend, innermost(context))
     found = _attend(tensors, options, True, return_lse, backend, context)
     return wanted(found, return_lse, return_max_logit) if return_lse or return_max_logit else found[0]
@@ -304,8 +306,6 @@ def attention_varlen(
 
 def _fp8(q: Any, k: Any, precision: Any) -> Any:
     """The way in of calls in e4m3, loaded where one is asked for."""
-    if precision is None and isinstance(q, Tensor) and isinstance(k, Tensor):
-        return None
     from backlight.fp8 import entry
 
     return entry if entry.asked_for(q, k, precision) else None

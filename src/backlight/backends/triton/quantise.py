@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from backlight.backends.triton import interpreting
 from backlight.backends.triton.e4m3 import (
     Codes,
     Columns,
@@ -33,11 +33,7 @@ def takes(*tensors: Tensor) -> bool:
     """Whether kernels quantise these."""
     first = tensors[0]
     fits = first.dtype in DTYPES and first.shape[-1] in WIDTHS and all(x.dtype == first.dtype for x in tensors)
-    return fits and (first.is_cuda or interpreted())
-
-
-def interpreted() -> bool:
-    return bool(triton.knobs.runtime.interpret)
+    return fits and (first.is_cuda or interpreting())
 
 
 def readable(x: Tensor) -> Tensor:
@@ -63,7 +59,7 @@ class Prepass:
         sizes = self.sizes
         kv_heads = sizes.heads // sizes.group
         programs = sizes.batch * (sizes.heads * sizes.q_tiles + 2 * kv_heads * sizes.k_tiles)
-        variant = Variant(self.d, self.packed, self.rounded, interpreted())
+        variant = Variant(self.d, self.packed, self.rounded, interpreting())
         given: list[Any] = []
         for tiles in (self.q_tiles, self.k_tiles):
             given += [columns.mean_ptr] * 2 if tiles is None else [tiles.sources, tiles.counts]

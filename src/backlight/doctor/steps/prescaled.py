@@ -21,18 +21,22 @@ from backlight.problems.problem import Problem
 from backlight.spec import LOG2E
 
 SMALL = 0.25
+# what explains an error leaves less than half of it
+CLOSER = 0.5
 ESTABLISHED = "established (an oracle that rounds so reproduces the data)"
 
 
-def folded(problem: Problem, values: Mapping[str, Tensor]) -> str:
-    """Which operand was scaled and rounded before the product, where that reproduces all of `values`; else ''."""
+def folded(problem: Problem, values: Mapping[str, Tensor], bad: Sequence[Comparison] = ()) -> str:
+    """Which operand was scaled and rounded before the product, where that reproduces all of `values`, and those that are
+    `bad` far better than the truth does; else ''."""
     if not problem.sixteen_bit:
         return ""
     observations = observed(problem, values)
     evaluate = evaluation(problem, observations)
+    most = {c.name: min(RHO_PASS, CLOSER * c.rho_a) for c in bad}
     for mutant in candidates(problem.call):
         outputs = evaluate(mutant)
-        if all(each.misfit(outputs[each.key])[0] <= RHO_PASS for each in observations):
+        if all(each.misfit(outputs[each.key])[0] <= most.get(each.name, RHO_PASS) for each in observations):
             return mutant.detail
     return ""
 
@@ -43,7 +47,7 @@ def finding(problem: Problem, values: Mapping[str, Tensor], bad: Sequence[Compar
     # what is lost, leaked or scaled is off by more
     if any(not c.relative <= SMALL or bool(c.nonfinite.any()) for c in bad):
         return None
-    words = folded(problem, values)
+    words = folded(problem, values, bad)
     if not words:
         return None
     title = entry.title.replace("{detail}", words)
