@@ -178,8 +178,7 @@ def attention(
     }
     rows, pos = (None, None) if mask is None else mask_tensors(mask)
     tensors = (q, k, v, bias, sink, tau, gate, pair_bias, alphas, rows, pos, None, None)
-    told = precision is not None or not (isinstance(q, Tensor) and isinstance(k, Tensor))
-    if told and (fp8 := _fp8(q, k, precision)) is not None:
+    if (precision is not None or not isinstance(q, Tensor) or not isinstance(k, Tensor)) and (fp8 := _fp8(q, k, precision)):
         return fp8.attend(tensors, options, False, return_lse, backend, innermost(context))
     found = _attend(tensors, options, False, return_lse, backend, context, mask)
     return wanted(found, return_lse, return_max_logit) if return_lse or return_max_logit else found[0]
@@ -297,8 +296,7 @@ def attention_varlen(
     }
     rows, pos = (None, None) if mask is None else mask_tensors(mask)
     tensors = (q, k, v, bias, sink, tau, gate, pair_bias, alphas, rows, pos, cu_seqlens_q, cu_seqlens_k)
-    told = precision is not None or not (isinstance(q, Tensor) and isinstance(k, Tensor))
-    if told and (fp8 := _fp8(q, k, precision)) is not None:
+    if (precision is not None or not isinstance(q, Tensor) or not isinstance(k, Tensor)) and (fp8 := _fp8(q, k, precision)):
         return fp8.attend(tensors, options, True, return_lse, backend, innermost(context))
     found = _attend(tensors, options, True, return_lse, backend, context)
     return wanted(found, return_lse, return_max_logit) if return_lse or return_max_logit else found[0]
