@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from backlight.spec import LEARNED, TENSOR_NAMES, AttentionSpec, Manner, Segment, packed_segments
 
 Known = TypeVar("Known")
+ByName = dict[str, Tensor]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from backlight import registry
-from backlight.call import Call
+from backlight.call import ByName, Call
 from backlight.errors import Unsupported
 from backlight.running import elsewhere
 
+Tensors = tuple[Any, ...]
 WORDS = {"tangent": "forward-mode derivative", "second": "second derivative"}
 
 
@@ -25,13 +26,8 @@ def tangent(call: Call, backend: str | None, tangents: dict[str, Tensor], known:
 
 
 def second(
-    call: Call,
-    backend: str | None,
-    tangents: dict[str, Tensor],
-    results: tuple[Any, ...],
-    incoming: tuple[Any, ...],
-    needs: frozenset[str],
-) -> dict[str, Tensor]:
+    call: Call, backend: str | None, tangents: ByName, results: Tensors, incoming: Tensors, needs: frozenset[str]
+) -> ByName:
     """Gradients at the call's tensors and tangents (dq, ..., dtq, ...) of a loss with these gradients at y, lse, ty, tlse."""
     chosen = choose("second", call, backend)
     if elsewhere(call.q):

@@ -9,7 +9,8 @@ pytest.importorskip("triton")
 
 from aot import SHARED_MEMORY, Report, compiled
 
-from backlight.backends.hopper.second import dq, host, prepass
+from backlight.backends.hopper.backward import dq_convert
+from backlight.backends.hopper.second import host, prepass
 from backlight.call import Call
 from backlight.spec import AttentionSpec
 
@@ -21,13 +22,13 @@ def reports_of(d: int, dtype: torch.dtype = torch.bfloat16, given: str = "qkv", 
     q, k, v = (torch.zeros(1, heads, 2048, d, dtype=dtype) for heads in (4, 2, 2))
     call, lse = Call(AttentionSpec(**options), q, k, v), torch.zeros(1, 4, 2048)
     tangents = (torch.zeros_like(x) if name in given else None for name, x in zip("qkv", (q, k, v), strict=True))
-    with compiled(host, dq, prepass) as reports:
+    with compiled(host, dq_convert, prepass) as reports:
         host.by_inputs(call, q, lse, torch.zeros_like(q), torch.zeros_like(lse), torch.zeros_like(q), None, *tangents)
     return {report.kernel: report for report in reports}
 
 
 def examine(d: int, reports: dict[str, Report]) -> None:
-    assert reports.keys() == {"_second_prepass_kernel", "_second_kernel", "_second_dq_kernel"}
+    assert reports.keys() == {"_second_prepass_kernel", "_second_kernel", "_dq_convert_kernel"}
     for report in reports.values():
         assert not report.warnings, str(report)
         assert report.spills <= (ALLOWED_SPILLS[d] if report.kernel == "_second_kernel" else 0), str(report)

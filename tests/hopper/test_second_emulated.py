@@ -12,8 +12,9 @@ pytest.importorskip("triton")
 
 import emulator
 
+from backlight.backends.hopper.backward import dq_convert
 from backlight.backends.hopper.config import SecondConfig
-from backlight.backends.hopper.second import dq, host, prepass
+from backlight.backends.hopper.second import host, prepass
 from backlight.backends.tiled.second import Cotangents, second
 from backlight.backends.tiled.tangent import tangent
 from backlight.call import Call
@@ -46,7 +47,7 @@ def examine(call: Call, given: str = "qkv", late: bool = True, with_lse: bool = 
     dty, dtlse = drawn(y, 11), drawn(lse, 12) if with_lse else None
     incoming = Cotangents(None, None, dty.double(), None if dtlse is None else dtlse.double())
     wanted = second(exact, along, results, incoming, frozenset({"dq", "dk", "dv"}))
-    with emulator.emulated(host, dq, prepass, late=late):
+    with emulator.emulated(host, dq_convert, prepass, late=late):
         found = host.by_inputs(call, y, lse, ty, tlse, dty, dtlse, *(tangents.get(name) for name in "qkv"))
     for name, want in wanted.items():
         scale = max(1.0, float(want.abs().max()))

@@ -165,14 +165,7 @@ class _Rows:
 
 
 def prepare_entmax(
-    ring: Keys,
-    call: Call,
-    y: Tensor,
-    lse: Tensor,
-    u: Tensor | None,
-    dy: Tensor,
-    dlse: Tensor | None,
-    needs: frozenset[str],
+    ring: Keys, call: Call, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]
 ) -> tuple[Prepared, Part]:
     """`rows.prepare` with entmax (eq. 87, 89), and what blocks are told of their rows."""
     assert u is not None

@@ -55,13 +55,7 @@ class Prepared:
 
 
 def prepare(
-    call: Call,
-    y: Tensor,
-    lse: Tensor,
-    u: Tensor | None,
-    dy: Tensor,
-    dlse: Tensor | None,
-    needs: frozenset[str],
+    call: Call, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]
 ) -> Prepared:
     """The pre-pass of the backward (eq. 18, 20, 23, 24, 27, 28)."""
     dtype = call.accumulator_dtype

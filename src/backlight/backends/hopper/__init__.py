@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backlight.backends.hopper.versions import triton_version
-from backlight.call import Call, Memory
+from backlight.call import ByName, Call, Memory
 
 MAX_HEAD_DIM = 256
 # with tau: o and u of a row do not fit into registers beyond
@@ -190,13 +190,8 @@ class HopperBackend:
 
     @torch.no_grad()
     def second(
-        self,
-        call: Call,
-        tangents: dict[str, Tensor],
-        results: tuple[Any, ...],
-        incoming: tuple[Any, ...],
-        needs: frozenset[str],
-    ) -> dict[str, Tensor]:
+        self, call: Call, tangents: ByName, results: tuple[Any, ...], incoming: tuple[Any, ...], needs: frozenset[str]
+    ) -> ByName:
         from backlight.backends.hopper.second.host import second
 
         return second(call, tangents, results, incoming, needs, self.backward)

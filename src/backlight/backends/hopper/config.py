@@ -25,8 +25,25 @@ SHORT = 1024
 LONG = 8 * SHORT
 
 
+class RowTiles:
+    """Row blocks of warpgroups that share rings of K and V."""
+
+    __slots__ = ()
+    consumers: int
+    stages: int
+    pingpong: bool
+
+    def __post_init__(self) -> None:
+        if 2 * self.stages + self.pingpong * self.consumers > 8:
+            raise ValueError(f"{self} needs more than the 8 named barriers that are free")
+
+    @property
+    def block_m(self) -> int:
+        return 64 * self.consumers
+
+
 @dataclass(frozen=True, slots=True)
-class ForwardConfig:
+class ForwardConfig(RowTiles):
     """`consumers` warpgroups of 64 rows, blocks of `block_n` keys.
 
     pingpong:       warpgroups take turns with their matmuls.
@@ -52,14 +69,6 @@ class ForwardConfig:
     keep_first_max: bool = False
     q_buffers: int = 1
     drawn: bool = True
-
-    def __post_init__(self) -> None:
-        if 2 * self.stages + self.pingpong * self.consumers > 8:
-            raise ValueError(f"{self} needs more than the 8 named barriers that are free")
-
-    @property
-    def block_m(self) -> int:
-        return 64 * self.consumers
 
 
 def padded(size: int) -> int:
@@ -197,7 +206,7 @@ def heads_together(call: Call, config: ForwardConfig | TangentConfig) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class TangentConfig:
+class TangentConfig(RowTiles):
     """`consumers` warpgroups of 64 rows, blocks of `block_n` keys; options of the same name are those of `ForwardConfig`.
 
     ahead: s of a block is multiplied behind the outputs of the block before; otherwise after them.
@@ -213,14 +222,6 @@ class TangentConfig:
     persistent: bool = True
     together: int = 0
     drawn: bool = True
-
-    def __post_init__(self) -> None:
-        if 2 * self.stages + self.pingpong * self.consumers > 8:
-            raise ValueError(f"{self} needs more than the 8 named barriers that are free")
-
-    @property
-    def block_m(self) -> int:
-        return 64 * self.consumers
 
 
 def tangent_config(call: Call) -> TangentConfig:

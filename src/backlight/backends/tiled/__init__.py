@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from backlight.backends.tiled.config import config_of
-from backlight.call import DTYPES, Call
+from backlight.call import DTYPES, ByName, Call
 from backlight.config import Config
 
 
@@ -63,13 +63,8 @@ class TiledBackend:
 
     @torch.no_grad()
     def second(
-        self,
-        call: Call,
-        tangents: dict[str, Tensor],
-        results: tuple[Any, ...],
-        incoming: tuple[Any, ...],
-        needs: frozenset[str],
-    ) -> dict[str, Tensor]:
+        self, call: Call, tangents: ByName, results: tuple[Any, ...], incoming: tuple[Any, ...], needs: frozenset[str]
+    ) -> ByName:
         from backlight.backends.tiled.second import Cotangents, second
         from backlight.backends.tiled.tangent import Results
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from backlight.call import Call
+from backlight.call import ByName, Call
 
 MAX_HEAD_DIM = 512
 # with tau or entmax, o and u of a row; of derivatives, o and its tangent: they fit no further
@@ -145,13 +145,8 @@ class TritonBackend:
         return why_no_second(call)
 
     def second(
-        self,
-        call: Call,
-        tangents: dict[str, Tensor],
-        results: tuple[Any, ...],
-        incoming: tuple[Any, ...],
-        needs: frozenset[str],
-    ) -> dict[str, Tensor]:
+        self, call: Call, tangents: ByName, results: tuple[Any, ...], incoming: tuple[Any, ...], needs: frozenset[str]
+    ) -> ByName:
         from backlight.backends.triton.second import second
 
         with torch.no_grad():

@@ -1,12 +1,15 @@
 """dq from the accumulator: what the main kernels add up, tile by tile, and the kernel that converts it.
 
 Tiles are added in the order of a main kernel's register fragments: by TMA from shared memory laid out that way, or from
-registers by `add_fragments`. `_dq_convert_kernel` reads them through the same layout, scales and converts.
+registers by `add_fragments`. `_dq_convert_kernel` reads them through the same layout, scales and converts. Fragments of second
+derivatives are of dq^T (second/row_block.py): TURNED.
 """
 
 # device code: compiled by Triton from its own types, never run by Python
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -18,6 +21,9 @@ from backlight.backends.hopper.backward.prepass import Rows
 from backlight.backends.hopper.compat import smem_reinterpret, tma_load
 from backlight.backends.hopper.launch import Launch
 from backlight.backends.hopper.primitives import barriers, locate, store_tile
+
+if TYPE_CHECKING:
+    from backlight.backends.hopper.second.prepass import Rows as SecondRows
 
 
 @gluon.constexpr_function
@@ -58,6 +64,27 @@ def dq_half_layout(BD):
     return gl.SharedLinearLayout(offset_bases=[*bases, [16, 0], [32, 0]], block_bases=[], alignment=1024)
 
 
+@gluon.constexpr_function
+def turned_fragments(BM):
+    """Accumulator of a warpgroup's dq^T [BD, BM]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+
+
+@gluon.constexpr_function
+def turned_tile_layout(BD, BM):
+    """Shared memory of dq^T [BD, BM] in the order of those fragments."""
+    bases = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    column = 8
+    while column < BM:
+        bases.append([0, column])
+        column *= 2
+    row = 16
+    while row < BD:
+        bases.append([row, 0])
+        row *= 2
+    return gl.SharedLinearLayout(offset_bases=bases, block_bases=[], alignment=1024)
+
+
 @gluon.jit
 def add_fragments(acc_ptr, row, dq):
     """Add a dq tile [64, BD], fragments in registers, to the accumulator rows from `row`: the order of `dq_tile_layout`."""
@@ -86,7 +113,9 @@ def add_quads(pointers, values):
 
 
 @gluon.jit(do_not_specialize=["n_segments", "heads", "sq", "tiles"])
-def _dq_convert_kernel(acc_desc, dq_desc, packing, n_segments, heads, sq, tiles, scale, VARLEN: gl.constexpr):
+def _dq_convert_kernel(
+    acc_desc, dq_desc, packing, n_segments, heads, sq, tiles, scale, VARLEN: gl.constexpr, TURNED: gl.constexpr = False,
+):  # fmt: skip
     BM: gl.constexpr = acc_desc.block_type.shape[0]
     BD: gl.constexpr = acc_desc.block_type.shape[1]
     tile = gl.program_id(0)
@@ -108,30 +137,27 @@ def _dq_convert_kernel(acc_desc, dq_desc, packing, n_segments, heads, sq, tiles,
     mbarrier.expect(full.index(0), BM * BD * 4)
     tma_load(acc_desc, [row, 0], full.index(0), acc_s)
     mbarrier.wait(full.index(0), 0)
-    fragments = smem_reinterpret(acc_s, gl.float32, [BM, BD], dq_tile_layout(BM, BD)).load(dq_fragments(BM, BD))
-    out_s.store((fragments * scale).to(dtype))
+    if TURNED:
+        fragments = smem_reinterpret(acc_s, gl.float32, [BD, BM], turned_tile_layout(BD, BM)).load(turned_fragments(BM))
+        out_s.permute((1, 0)).store((fragments * scale).to(dtype))
+    else:
+        fragments = smem_reinterpret(acc_s, gl.float32, [BM, BD], dq_tile_layout(BM, BD)).load(dq_fragments(BM, BD))
+        out_s.store((fragments * scale).to(dtype))
     fence_async_shared()
     store_tile(dq_desc, head // heads, head % heads, start, sq, tile * BM, out_s, VARLEN)
     tma.store_wait(0)
 
 
-def convert_dq(launch: Launch, rows: Rows, dq: Tensor) -> None:
+def convert_dq(launch: Launch, rows: Rows | SecondRows, width: int, dq: Tensor, turned: bool = False) -> None:
+    """rows: what the pre-pass left; width: columns of the tiles."""
     block = rows.config.block_m
-    acc = rows.accumulator
     packing = Packing(rows.cu_q, None, None, rows.first_tiles)
 
     def describe() -> dict[str, Any]:
-        args = [
-            rows.tiles_of_dq(launch.bd, block),
-            launch.rows(dq, block, launch.bd),
-            packing,
-            rows.n_segments,
-            launch.heads,
-            launch.sq,
-            rows.tiles,
-            launch.call.scale,
-        ]
-        constants = {"VARLEN": launch.call.varlen}
-        return {"grid": (rows.tiles, launch.batch * launch.heads), "args": args, "constants": constants, "num_warps": 8}
+        tiles = rows.tiles_of_dq(width, block), launch.rows(dq, block, width)
+        args = (*tiles, packing, rows.n_segments, launch.heads, launch.sq, rows.tiles, launch.call.scale)
+        constants = {"VARLEN": launch.call.varlen, "TURNED": turned}
+        grid = (rows.tiles, launch.batch * launch.heads)
+        return {"grid": grid, "args": args, "constants": constants, "num_warps": 4 if turned else 8}
 
-    launch.start(_dq_convert_kernel, (acc, dq, *packing), describe)
+    launch.start(_dq_convert_kernel, (rows.accumulator, dq, *packing), describe)

@@ -41,7 +41,7 @@ def backward(
     elif needs & {"dk", "dv"} or fused or not split:
         main_dk_dv(launch, rows, dk, dv, diagonals, split, ordered and not split)
     if "dq" in needs:
-        split_dq(launch, rows, dq) if split else convert_dq(launch, rows, dq)
+        split_dq(launch, rows, dq) if split else convert_dq(launch, rows, launch.bd, dq)
     if "dbias" in needs:
         out["dbias"] = ordered_dbias(launch, rows) if diagonals is None else diagonals.dbias()
     return {name: out[name] for name in needs}

@@ -53,6 +53,11 @@ class Schedule:
         uneven = is_masked(call) or call.varlen
         return cls(config, row_tiles, n_tiles, programs, uneven, uneven and config.drawn and programs < n_tiles)
 
+    def arguments(self, launch: Launch, packing: Packing, n_segments: int, counter: Tensor) -> tuple[Any, ...]:
+        """By what a kernel finds its tiles and their rows, and the factors of scores."""
+        numbers = int(self.dynamic), n_segments, self.n_tiles, self.row_tiles, heads_together(launch.call, self.config)
+        return packing, counter, *numbers, *launch.geometry, scale_of(launch.call)
+
 
 def config_of(call: Call, low: bool) -> ForwardConfig:
     if call.entmax is not None:
@@ -184,15 +189,7 @@ def start_kernel(launch: Launch, schedule: Schedule, made: Tensors, living: Livi
             launch.rows(call.v, config.block_n, launch.bdv),
             launch.rows(y, 64, launch.bd if known else launch.bdv),
             lse,
-            Packing(cu_q, cu_k, first_tiles),
-            counter,
-            int(schedule.dynamic),
-            n_segments,
-            schedule.n_tiles,
-            schedule.row_tiles,
-            heads_together(call, config),
-            *launch.geometry,
-            scale_of(call),
+            *schedule.arguments(launch, Packing(cu_q, cu_k, first_tiles), n_segments, counter),
             *(None if x is None else launch.rows(x, 64, launch.bdv) for x in (gate, u)),
             Terms(*learned, cap_factor(call), None if cap is None else cap * LOG2E),
             None if call.bias is None else call.bias.shape[1],

@@ -12,8 +12,8 @@ from backlight.backends.hopper.forward.overflow import first_overflows, next_ove
 from backlight.backends.hopper.forward.ring import ring_stage, wait_empty
 from backlight.backends.hopper.forward.tiles import (
     CUT,
-    END,
     LIVE,
+    dismiss_apart,
     draw,
     lengths,
     locate_tile,
@@ -159,7 +159,6 @@ def send(p, tile, head, z, block, ticket, count, turn):
 @gluon.jit
 def producer(p):
     NC: gl.constexpr = p.V.NC
-    ST: gl.constexpr = p.V.ST
     QB: gl.constexpr = p.V.QB
     tile = gl.program_id(0)
     count = tile * 0
@@ -189,14 +188,4 @@ def producer(p):
             _, count = send(p, tile, head, z, block, -1 - (8 * tile + owners), count, turn)
             turn += 1
             tile = gl.maximum(gl.maximum(tiles[0], tiles[1]), tiles[2])
-    # every arrival of the consumers is met, those of the last round included
-    k_count = count * 2 if p.V.TAU else count
-    for i in gl.static_range(ST):
-        if k_count >= ST - i:
-            wait_empty(p.k, ring_stage(p.k, k_count + i))
-        if count >= ST - i:
-            wait_empty(p.v, ring_stage(p.v, count + i))
-    publish(p, turn & 3, END, 0, 0, 0)
-    for w in gl.static_range(NC):
-        mbarrier.wait(p.buffers.q_empty.index(q_buffer(p, turn, w)), q_phase(p, turn) ^ 1)
-        mbarrier.arrive(p.buffers.q_full.index(q_buffer(p, turn, w)), count=1)
+    dismiss_apart(p, count * 2 if p.V.TAU else count, count, turn)

@@ -5,7 +5,6 @@ The first sweep visits all blocks, the others those that live (live_blocks.py). 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from backlight.backends.hopper.compat import arguments
 from backlight.backends.hopper.forward.live_blocks import (
@@ -20,15 +19,12 @@ from backlight.backends.hopper.forward.live_blocks import (
     meet,
 )
 from backlight.backends.hopper.forward.producer import feed, send_q
-from backlight.backends.hopper.forward.ring import ring_stage, wait_empty
 from backlight.backends.hopper.forward.tiles import (
-    END,
+    dismiss_apart,
     draw,
     lengths,
     locate_tile,
     publish,
-    q_buffer,
-    q_phase,
     tile_blocks,
     write_field,
 )
@@ -112,8 +108,6 @@ def send_tile(p, head, z, block, k_count, v_count, turn):
 
 @gluon.jit
 def sparse_producer(p):
-    NC: gl.constexpr = p.V.NC
-    ST: gl.constexpr = p.V.ST
     tile = gl.program_id(0)
     k_count = tile * 0
     v_count = tile * 0
@@ -125,13 +119,4 @@ def sparse_producer(p):
         if exists:
             k_count, v_count = send_tile(p, head, z, block, k_count, v_count, turn)
             turn += 1
-    # every arrival of the consumers is met, those of the last round included
-    for i in gl.static_range(ST):
-        if k_count >= ST - i:
-            wait_empty(p.k, ring_stage(p.k, k_count + i))
-        if v_count >= ST - i:
-            wait_empty(p.v, ring_stage(p.v, v_count + i))
-    publish(p, turn & 3, END, 0, 0, 0)
-    for w in gl.static_range(NC):
-        mbarrier.wait(p.buffers.q_empty.index(q_buffer(p, turn, w)), q_phase(p, turn) ^ 1)
-        mbarrier.arrive(p.buffers.q_full.index(q_buffer(p, turn, w)), count=1)
+    dismiss_apart(p, k_count, v_count, turn)

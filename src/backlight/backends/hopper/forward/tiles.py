@@ -123,15 +123,31 @@ def q_phase(p, turn):
 def dismiss(p, count, turn):
     """The producer's end: every arrival of the consumers is met, those of the last round included; there is no tile more."""
     ST: gl.constexpr = p.V.ST
-    NC: gl.constexpr = p.V.NC
     for i in gl.static_range(ST):
         if count >= ST - i:
             wait_empty(p.k, ring_stage(p.k, count + i))
             wait_empty(p.v, ring_stage(p.v, count + i))
+    publish_end(p, turn)
+
+
+@gluon.jit
+def dismiss_apart(p, k_count, v_count, turn):
+    """`dismiss` of rings that have sent different numbers of blocks."""
+    ST: gl.constexpr = p.V.ST
+    for i in gl.static_range(ST):
+        if k_count >= ST - i:
+            wait_empty(p.k, ring_stage(p.k, k_count + i))
+        if v_count >= ST - i:
+            wait_empty(p.v, ring_stage(p.v, v_count + i))
+    publish_end(p, turn)
+
+
+@gluon.jit
+def publish_end(p, turn):
     publish(p, turn & 3, END, 0, 0, 0)
-    for w in gl.static_range(NC):
-        mbarrier.wait(p.buffers.q_empty.index(w), (turn & 1) ^ 1)
-        mbarrier.arrive(p.buffers.q_full.index(w), count=1)
+    for w in gl.static_range(p.V.NC):
+        mbarrier.wait(p.buffers.q_empty.index(q_buffer(p, turn, w)), q_phase(p, turn) ^ 1)
+        mbarrier.arrive(p.buffers.q_full.index(q_buffer(p, turn, w)), count=1)
 
 
 @arguments

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from backlight.backends.hopper.arguments import Packing
+from backlight.backends.hopper.backward.dq_convert import convert_dq
 from backlight.backends.hopper.backward.launch import numbers
 from backlight.backends.hopper.compat import LATE_ADDRESSES, OWN_REGISTERS
 from backlight.backends.hopper.config import second_config
 from backlight.backends.hopper.launch import Launch, readable
 from backlight.backends.hopper.primitives import WM
 from backlight.backends.hopper.second.arguments import Units, Variant
-from backlight.backends.hopper.second.dq import convert_dq
 from backlight.backends.hopper.second.kernel import _second_kernel
 from backlight.backends.hopper.second.prepass import Given, Rows, Values, prepass
 from backlight.backends.replaying.program import replayed
@@ -79,7 +79,7 @@ def by_inputs(
     values = Values(*(None if x is None else x.contiguous() for x in (lse, tlse, dtlse)))
     rows = prepass(launch, config, Given(y, ty, dty), values)
     _start(launch, rows, dty, (tq, tk, tv), out)
-    convert_dq(launch, rows, out["dq"])
+    convert_dq(launch, rows, rows.bd, out["dq"], turned=True)
     return out
 
 
@@ -97,8 +97,8 @@ def _start(launch: Launch, rows: Rows, dty: Tensor, moving: Moving, out: dict[st
         args = [
             *(None if x is None else launch.rows(x, *tile) for x, tile in tiles),
             rows.states,
-            None if config.direct else rows.tiles_of_dq,
-            rows.acc if config.direct else None,
+            None if config.direct else rows.tiles_of_dq(rows.bd, config.block_m),
+            rows.accumulator if config.direct else None,
             packing,
             rows.state,
             *integers,
@@ -123,5 +123,6 @@ def _start(launch: Launch, rows: Rows, dty: Tensor, moving: Moving, out: dict[st
         options = {"num_warps": 4, "maxnreg": 168, **LATE_ADDRESSES, **OWN_REGISTERS}
         return {"grid": (programs,), "args": args, "constants": {"V": variant}, **options}
 
-    tensors = (call.q, tq, dty, call.k, call.v, tk, tv, out["dk"], out["dv"], rows.state, rows.acc, *packing, rows.state)
+    written = out["dk"], out["dv"], rows.state, rows.accumulator
+    tensors = (call.q, tq, dty, call.k, call.v, tk, tv, *written, *packing, rows.state)
     launch.start(_second_kernel, tensors, describe)

@@ -102,7 +102,7 @@ class Rows:
 
     config: SecondConfig
     state: Tensor
-    acc: Tensor
+    accumulator: Tensor
     bd: int
     bdv: int
     tiles: int
@@ -120,10 +120,8 @@ class Rows:
     def states(self) -> TensorDescriptor:
         return descriptor(self.state, vector_fields(self.state.numel(), STATES.value * self.config.block_m))
 
-    @property
-    def tiles_of_dq(self) -> TensorDescriptor:
-        block = self.config.block_m
-        return descriptor(self.acc, matrix_fields(self.acc.numel() // self.bd, self.bd, block))
+    def tiles_of_dq(self, width: int, block: int) -> TensorDescriptor:
+        return descriptor(self.accumulator, matrix_fields(self.accumulator.numel() // width, width, block))
 
 
 def prepass(launch: Launch, config: SecondConfig, given: Given, values: Values) -> Rows:

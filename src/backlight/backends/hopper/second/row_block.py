@@ -10,14 +10,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from backlight.backends.hopper.backward.dq_convert import add_quads
+from backlight.backends.hopper.backward.dq_convert import add_quads, turned_tile_layout
 from backlight.backends.hopper.backward.key_tiles import BATCH, FIRST_TILE, KV_HEAD, PLAIN, read_field, seen_rows
 from backlight.backends.hopper.barriers import BOTH_GROUPS_AND_WARP, GROUP_AND_WARP, SECOND_ROWS_EMPTY, second_out_full
 from backlight.backends.hopper.compat import Maybe, arguments, barrier, smem_reinterpret, warpgroup_mma_wait
 from backlight.backends.hopper.primitives import WM, bar_arrive, mma_over_columns, phase_of, pieces, stage_of
 from backlight.backends.hopper.scores import hidden_out, of_rows, weights
 from backlight.backends.hopper.second.arguments import DELTA, ETA, LSE, MU
-from backlight.backends.hopper.second.dq import dq_layout
 
 
 @arguments
@@ -107,14 +106,14 @@ def start_dq(p, W: gl.constexpr):
 def leave_dq(p, dq, count, W: gl.constexpr):
     """Put dq where `reducer` finds it."""
     mbarrier.wait(p.buffers.out_empty.index(W), (count & 1) ^ 1)
-    smem_reinterpret(p.buffers.out.index(W), gl.float32, dq.shape, dq_layout(p.V.BD, p.V.BM)).store(dq)
+    smem_reinterpret(p.buffers.out.index(W), gl.float32, dq.shape, turned_tile_layout(p.V.BD, p.V.BM)).store(dq)
     fence_async_shared()
     bar_arrive(second_out_full(p.V.ST) + W, GROUP_AND_WARP)
 
 
 @gluon.jit
 def add_dq(p, turn, member, i, dq):
-    """Add dq to the accumulator from registers, in the order of `dq_layout`."""
+    """Add dq to the accumulator from registers, in the order of `turned_tile_layout`."""
     BD: gl.constexpr = p.V.BD
     BM: gl.constexpr = p.V.BM
     layout: gl.constexpr = dq.type.layout

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from backlight.backends.hopper.arguments import Packing
 from backlight.backends.hopper.compat import LATE_ADDRESSES, OWN_REGISTERS
-from backlight.backends.hopper.config import heads_together, tangent_config
+from backlight.backends.hopper.config import tangent_config
 from backlight.backends.hopper.forward.arguments import Terms
-from backlight.backends.hopper.forward.host import Schedule, scale_of
+from backlight.backends.hopper.forward.host import Schedule
 from backlight.backends.hopper.launch import Launch, readable
 from backlight.backends.hopper.tangent.arguments import Variant
 from backlight.backends.hopper.tangent.kernel import _tangent_kernel
@@ -74,15 +74,7 @@ def tangent(
             *(launch.rows(x, 64, launch.bdv) for x in (y, ty)),
             lse,
             tlse,
-            Packing(cu_q, cu_k, first_tiles),
-            counter,
-            int(schedule.dynamic),
-            n_segments,
-            schedule.n_tiles,
-            schedule.row_tiles,
-            heads_together(call, config),
-            *launch.geometry,
-            scale_of(call),
+            *schedule.arguments(launch, Packing(cu_q, cu_k, first_tiles), n_segments, counter),
             NO_TERMS,
         ]
         constants = {"V": variant_of(launch, schedule, (tq is not None, tk is not None, tv is not None), known)}
