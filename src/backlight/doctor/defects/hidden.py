@@ -62,6 +62,7 @@ def _ways(call: Call, fill: float, words: str) -> list[Mutant]:
         stages = showing(_filled(fill, tile))
         found += [
             Mutant(forward=stages, backward=stages | {"dx": _flat}, detail=words + where),
+            Mutant(forward=stages, backward=stages, detail=f"{words}{where}, with gradients that pass it"),
             Mutant(forward=stages, detail=f"{words}{where}, in the forward alone"),
         ]
     return found

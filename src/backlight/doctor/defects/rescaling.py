@@ -176,7 +176,7 @@ DEFECTS = [
         "o is wrong in rows whose maximum moves after the first tile; weights of one tile keep their ratios",
         "Run with one tile for all keys: the comparison must turn healthy.",
         variants=_sweeps,
-        demo=CAUSAL | {"shape": (1, 2, 136, 32)},
+        demo=CAUSAL | {"shape": (1, 2, 128, 32)},
     ),
     _rescaling(
         "merge-weights",
@@ -186,6 +186,6 @@ DEFECTS = [
         "o is wrong; weights of one part keep their ratios",
         "Run with one part: the comparison must turn healthy.",
         variants=_merges,
-        demo=CAUSAL | {"shape": (1, 2, 136, 32)},
+        demo=CAUSAL | {"shape": (1, 2, 128, 32)},
     ),
 ]

@@ -162,6 +162,18 @@ DEFECTS = [
         demo=CAUSAL | {"sk": 180},
     ),
     Defect(
+        "align-forward",
+        "the forward aligns the mask to the first key, the backward to the last",
+        "the offset Sk - Sq is missing in the forward's mask",
+        "s",
+        "o and lse are wrong, and only when Sq and Sk differ; the backward's weights do not sum to one",
+        "Run with Sq = Sk: the comparison must turn healthy.",
+        family="alignment",
+        needs=lengths_differ,
+        variants=lambda call: [Mutant(forward=showing(top_left(call.spec)))],
+        demo=CAUSAL_TILES | {"sk": 100},
+    ),
+    Defect(
         "align-sign",
         "the mask is shifted by Sq - Sk where it must be Sk - Sq{detail}",
         "the sign of the offset between rows and keys is wrong",
