@@ -81,7 +81,7 @@ def _some_hidden(call: Call) -> bool:
     return (masked(call) or call.rows is not None) and call.tau is None and call.entmax is None
 
 
-_hidden = partial(Defect, family="masks")
+_hidden = partial(Defect, family="masks", of_forward=True)
 DEFECTS = [
     _hidden(
         "softcap-after-mask",

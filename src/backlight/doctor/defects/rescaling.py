@@ -166,7 +166,7 @@ def _plain(call: Call) -> bool:
     return call.sink is None and call.tau is None and call.entmax is None
 
 
-_rescaling = partial(Defect, family="lse", needs=_plain)
+_rescaling = partial(Defect, family="lse", needs=_plain, of_forward=True)
 DEFECTS = [
     _rescaling(
         "rescale-missing",

@@ -88,6 +88,7 @@ def _share_of(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 _sink = partial(
     Defect,
     family="terms",
+    of_forward=True,
     needs=both(has("sink"), lambda call: call.entmax is None),
     demo=CAUSAL_TILES | {"spec": {"causal": True, "sink": True}},
 )
