@@ -59,7 +59,7 @@ def _places(call: Call) -> Iterator[tuple[tuple[int, int] | None, str]]:
 def _ways(call: Call, fill: float, words: str) -> list[Mutant]:
     found = []
     for tile, where in _places(call):
-        stages = showing(_filled(fill, tile))
+        stages = dict(showing(_filled(fill, tile)))
         found += [
             Mutant(forward=stages, backward=stages | {"dx": _flat}, detail=words + where),
             Mutant(forward=stages, backward=stages, detail=f"{words}{where}, with gradients that pass it"),

@@ -106,16 +106,20 @@ def far_below(sheet: Sheet, bench: Bench) -> None:
     o = seen.comparisons.get("o")
     bad = o is not None and o.bad and (bool(o.nonfinite.any()) or not o.relative <= GROSS)
     words = f"scores near {-FAR:g}"
-    sheet.probes.append(Probe("far scores", not bad, f"o wrong on {words}" if bad else f"right on {words}"))
     if not bad:
+        sheet.probes.append(Probe("far scores", True, f"right on {words}"))
         return
     # scores near -120 were right, so no exp of a whole score is to blame
     explained = explain(problem, seen.known, seen.comparisons, [about("maximum-start")])
     ranked = [each for each in explained if each.fits]
-    if ranked:
-        found = from_explanation(ranked[0], ranked, problem, seen.comparisons, seen.laws)
-        found.evidence.insert(0, f"one channel of q and k brings all {words}: o is wrong; with ordinary inputs nothing is")
-        sheet.add(found)
+    if not ranked:
+        detail = f"o is off on {words}, as it is where a mask is filled with a finite number; no start of a maximum explains it"
+        sheet.probes.append(Probe("far scores", None, detail))
+        return
+    sheet.probes.append(Probe("far scores", False, f"o wrong on {words}"))
+    found = from_explanation(ranked[0], ranked, problem, seen.comparisons, seen.laws)
+    found.evidence.insert(0, f"one channel of q and k brings all {words}: o is wrong; with ordinary inputs nothing is")
+    sheet.add(found)
 
 
 def drawn(problem: Problem, recipe: str, rows: int | None = None, keys: int | None = None) -> Problem | None:
