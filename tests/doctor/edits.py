@@ -11,8 +11,9 @@ from edit import BOTH, Edit
 from edits_masks import INTERVALS, MASKS
 from edits_read import READ
 from edits_rows import HEADS, ROWS, SCALE
+from edits_sums import SUMS
 from edits_terms import ENTMAX, PAIRS, TANGENTS, TERMS
 
 __all__ = ["BOTH", "EDITS", "Edit"]
 
-EDITS = SCALE | MASKS | INTERVALS | HEADS | ROWS | TERMS | PAIRS | ENTMAX | TANGENTS | READ
+EDITS = SCALE | MASKS | INTERVALS | HEADS | ROWS | TERMS | PAIRS | ENTMAX | TANGENTS | READ | SUMS

@@ -61,6 +61,11 @@ def _transposed(q, k, v, **options):
     return o.transpose(1, 2), lse.transpose(1, 2)
 
 
+def _v_in_turn(q, k, v, **options):
+    group = q.shape[1] // k.shape[1]
+    return ours(q, k.repeat_interleave(group, dim=1), v.repeat(1, group, 1, 1), **options)
+
+
 def _detached(q, k, v, **options):
     o, lse = ours(q, k, v, **options)
     return o.detach(), lse
@@ -74,6 +79,8 @@ CALLERS: dict[str, Callable[..., Any]] = {
     "call-swap-qk": lambda q, k, v, **options: ours(k, q, v, **options),
     "call-swap-kv": lambda q, k, v, **options: ours(q, v, k, **options),
     "call-layout": _transposed,
+    "call-sink-lost": lambda q, k, v, sink, **options: ours(q, k, v, sink=sink * 0 - 1e4, **options),
+    "gqa-map-one": _v_in_turn,
     "gradient-missing": _detached,
 }
 

@@ -39,6 +39,8 @@ def other_heads(call: Call) -> Iterator[tuple[Rows, str]]:
         yield lambda x: x[:, :1].expand_as(x), "head 0"
         yield partial(torch.roll, shifts=-1, dims=1), "the next head"
         yield partial(torch.roll, shifts=1, dims=1), "the head before"
+        yield lambda x: x.transpose(1, 2).reshape(x.shape), "memory in the order [B, S, H], read as [B, H, S]"
+        yield lambda x: x.reshape(len(x), x.shape[2], -1).transpose(1, 2), "memory in the order [B, H, S], read as [B, S, H]"
     heads, rows = call.q.shape[0] * call.q.shape[1], call.q.shape[2]
     for padded in sorted({-(-rows // tile) * tile for tile in TILES} - {rows}) if heads > 1 else ():
         yield partial(_unpadded, padded=padded), f"a place that is off by {padded - rows} per head (rows padded to {padded})"

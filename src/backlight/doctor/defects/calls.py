@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from backlight.call import Call
-from backlight.doctor.defects.defect import CAUSAL, Defect, always, capped, causal, has, lengths_differ, windowed
+from backlight.doctor.defects.defect import CAUSAL, Defect, always, both, capped, causal, has, lengths_differ, windowed
 from backlight.doctor.defects.masks import without_causal
-from backlight.doctor.defects.mutants import Mutant, Outputs, in_both_halves, other_spec, top_left, with_call
+from backlight.doctor.defects.mutants import Mutant, Outputs, after, in_both_halves, other_spec, top_left, with_call
+from backlight.doctor.defects.scale import other_widths
 from backlight.doctor.defects.terms import no_bias
 from backlight.doctor.defects.windows import WINDOW, window_edges, without_window
 
@@ -19,6 +20,7 @@ def _scales(call: Call) -> list[Mutant]:
     d, scale = call.q.shape[-1], call.scale
     choices = {"1 (no scale)": 1.0, f"1/sqrt(D) = {d**-0.5:.4g}": d**-0.5, f"1/D = {1 / d:.4g}": 1 / d}
     choices |= {f"scale squared = {scale**2:.4g}": scale**2, f"sqrt(D) = {d**0.5:.4g}": d**0.5}
+    choices |= {words: width for width, words in other_widths(call)}
     choices |= {f"twice the scale = {2 * scale:.4g}": 2 * scale, f"half the scale = {scale / 2:.4g}": scale / 2}
     return [Mutant(sees=other_spec(scale=s), detail=word) for word, s in choices.items() if abs(s - scale) > 1e-6 * scale]
 
@@ -51,6 +53,11 @@ def _transposed(call: Call) -> list[Mutant]:
         return {n: x.transpose(1, 2) if x.dim() >= 3 else x for n, x in outputs.items()}
 
     return [Mutant(sees=sees, finish=finish)]
+
+
+def _no_sink(call: Call) -> torch.Tensor:
+    assert call.sink is not None
+    return torch.full_like(call.sink, -torch.inf)
 
 
 def _can_transpose(call: Call) -> bool:
@@ -160,5 +167,14 @@ DEFECTS = [
         needs=capped,
         variants=always(Mutant(sees=other_spec(softcap=None))),
         demo={"spec": {"causal": True, "softcap": 2.0}},
+    ),
+    _lost(
+        "call-sink-lost",
+        "what runs computes no sink: it never reached what runs, and its gradient is 0",
+        "o and lse are wrong, most in rows of few keys; weights sum to one; dsink is 0",
+        "Set the sink to -30: the comparison must turn healthy.",
+        needs=both(has("sink"), lambda call: call.entmax is None),
+        variants=always(Mutant(sees=with_call(sink=_no_sink), finish=after(dsink=lambda out, call: out["dsink"] * 0))),
+        demo={"spec": {"causal": True, "sink": True}},
     ),
 ]

@@ -40,6 +40,7 @@ class Defect:
     variants:   mutants to try on a call; None when only probes can show it, and then `broken` names the maker.
     fitted:     mutants from the gains that were measured, for families with a free constant; `variants` is then the demo.
     demo:       keyword arguments of `diagnose` that show it (spec fields under "spec").
+    of_forward: o or lse is wrong wherever it shows, so that its many mutants need not be tried where both are right.
     """
 
     id: str
@@ -57,6 +58,7 @@ class Defect:
     broken: str | None = None
     severity: str = "defect"
     demo: Mapping[str, Any] = field(default_factory=dict)
+    of_forward: bool = False
 
     def candidates(self, call: Call, gains: Mapping[str, float] | None = None) -> list[Mutant]:
         """Mutants of this defect that make sense for the call and the measured gains."""

@@ -13,6 +13,8 @@ from backlight.doctor.defects.mutants import Mutant
 
 # below this a sum in fp32 has lost half of its digits
 COARSE = 1e-41
+# what stands for -inf where nobody expects scores so low
+FINITE_STARTS = (1e3, 1e4, 5e4, 65504.0, 1e5)
 
 
 def _in_fp32(x: Tensor) -> Tensor:
@@ -62,7 +64,11 @@ def counted_start(start: float) -> Mutant:
 
 def _starts(call: Call) -> list[Mutant]:
     operands = dict.fromkeys((call.q.dtype, torch.float32))
-    return [*(started(0.0, guarded, operand) for operand in operands for guarded in (True, False)), counted_start(0.0)]
+    # no score is larger than this
+    most = call.scale * call.q.detach().double().norm(dim=-1).amax() * call.k.detach().double().norm(dim=-1).amax()
+    found = [started(-start, guarded) for start in FINITE_STARTS if start < most for guarded in (True, False)]
+    found += [started(0.0, guarded, operand) for operand in operands for guarded in (True, False)]
+    return [*found, counted_start(0.0)]
 
 
 def merged(guarded: bool) -> Mutant:

@@ -47,6 +47,9 @@ GRADIENT_STAGES = (
 )
 # matmul operands that a kernel rounds to its storage dtype
 OPERANDS = ("a", "ta", "dx", "y", "ty", "do", *(f"d{each.name}" for each in TENSORS if each.like_q))
+# (how a group is joined, is the head its first, its last) of heads that are added where one is left out
+BUT_ONE = {(f"but the {word}", *ends) for word, ends in (("last", (True, False)), ("last", (False, False)))}
+BUT_ONE |= {(f"but the {word}", *ends) for word, ends in (("first", (False, True)), ("first", (False, False)))}
 
 
 def flash_delta(dy, y, do, u, tau, dlse, p=None, p_sink=None, entmax=None):
@@ -78,13 +81,14 @@ BACKWARD_HALF = {name: STAGES[name] for name in (*RECOMPUTED, *GRADIENT_STAGES)}
 
 @dataclass(frozen=True)
 class Half(Oracle):
-    """One direction; `saved` joins the inputs of each head, `combine` is how a group's dk and dv are joined.
+    """One direction; `saved` joins the inputs of each head, `combine` is how a group's `combined` (dk, dv) are joined.
 
     `only` restricts the work to some (batch, KV head) pairs; the rest of every output stays blank.
     """
 
     saved: Mapping[str, Tensor] = field(default_factory=dict)
     combine: str = "sum"
+    combined: tuple[str, ...] = KEY_VECTORS
     only: frozenset[tuple[int, int]] | None = None
 
     def _heads(
@@ -99,7 +103,10 @@ class Half(Oracle):
             yield b, h, segment, {**inputs, **saved, "h": h, "b": b}
 
     def _wanted(self, b: int, h: int, call: Call) -> bool:
-        return self.only is None or bool({(b, self.kv_head(h, call.group)), (b, h // call.group)} & self.only)
+        places = {(b, self.kv_head(h, call.group)), (b, h // call.group)}
+        if self.combine == "in turn":
+            places.add((b, h % call.k.shape[1]))
+        return self.only is None or bool(places & self.only)
 
     def _single_heads(
         self, call: Call, dy: Tensor | None, dlse: Tensor | None
@@ -115,11 +122,15 @@ class Half(Oracle):
                 yield b, h, replace(segment, batch=b, number=segment.number if call.varlen else b), inputs
 
     def _place(self, out: Tensor, name: str, value: Tensor, b: int, h: int, segment: Segment, call: Call) -> None:
-        if name in KEY_VECTORS and self.combine != "sum":
+        if name in self.combined and self.combine != "sum":
             g, keys = self.kv_head(h, call.group), slice(segment.k0, segment.k1)
+            if self.combine == "in turn":
+                g = h % call.k.shape[1]
             first, last = h % call.group == 0, h % call.group == call.group - 1
             if (self.combine == "last" and last) or (self.combine == "first" and first):
                 out[b, g, keys] = value
+            elif self.combine == "in turn" or (self.combine, first, last) in BUT_ONE:
+                out[b, g, keys] += value
             elif self.combine == "mean":
                 out[b, g, keys] += value / call.group
             return
@@ -160,7 +171,7 @@ class Mutant:
     along:                   the tangents, by name of the input, as forward mode reads them.
     gradient, saved:         dO and the saved rows (lse, y, o, u) as the backward reads them.
     borrowed:                more rows for the backward's stages, by name, from the saved ones and dO of all heads.
-    kv_forward, kv_backward: which key/value head a query head reads; combine: how a group's dk and dv are joined.
+    kv_forward, kv_backward: which key/value head a query head reads; combine: how a group's `combined` are joined.
     finish:                  the last change of the outputs (y, lse, dq, ...). detail: words for the sentence shown.
     """
 
@@ -176,6 +187,7 @@ class Mutant:
     kv_forward: Callable[[int, int], int] = head_of_group
     kv_backward: Callable[[int, int], int] = head_of_group
     combine: str = "sum"
+    combined: tuple[str, ...] = KEY_VECTORS
     finish: Callable[[Outputs, Call], Outputs] = _same_outputs
     detail: str = ""
 
@@ -225,6 +237,9 @@ def run(
         return value if storage is None or name not in OPERANDS else value.to(storage).to(dtype)
 
     seen = mutant.sees(call)
+    if seen.k.shape != call.k.shape:
+        # the mutant counts key/value heads otherwise
+        only = None
     if seen.q.shape != call.q.shape:
         only, dlse = None, None if dlse is None else relayout(dlse, seen)
     if truth is not None and not mutant.forward_changed:
@@ -240,7 +255,7 @@ def run(
         backward_call = mutant.sees_backward(seen)
         gradient = mutant.gradient(dy if seen.q.shape == call.q.shape else relayout(dy, seen), backward_call)
         saved |= mutant.borrowed(saved, gradient.to(dtype))
-        half = Half(stages, dtype, rounding, mutant.kv_backward, saved, mutant.combine, only)
+        half = Half(stages, dtype, rounding, mutant.kv_backward, saved, mutant.combine, mutant.combined, only)
         unknown = [name for name in call.gradients if name not in GRADIENT_STAGES]
         if unknown:
             raise NotImplementedError(f"no mutant of the oracle computes {unknown[0]}")

@@ -10,7 +10,7 @@ from torch import Tensor
 from backlight.call import Call
 from backlight.doctor.defects.constants import is_repetition, times
 from backlight.doctor.defects.defect import Defect, always, both, square, ungrouped
-from backlight.doctor.defects.mutants import Mutant, Outputs, after
+from backlight.doctor.defects.mutants import Mutant, Outputs, after, other_spec
 from backlight.spec import LN2, LOG2E
 
 GAIN_NEXT = "Multiply the tensor by the inverse of the constant: the whole comparison must turn healthy."
@@ -68,7 +68,22 @@ def scores_factor(factor: float) -> Callable[..., Tensor]:
 def other_scores(call: Call) -> list[Mutant]:
     choices = [(1 / call.scale, "without the softmax scale"), (call.scale, "with the softmax scale applied twice")]
     choices += [(LOG2E, "with an extra factor log2 e"), (LN2, "with an extra factor ln 2")]
-    return [Mutant(backward={"x": scores_factor(f)}, detail=words) for f, words in choices]
+    found = [Mutant(backward={"x": scores_factor(f)}, detail=words) for f, words in choices]
+    for scale, words in other_widths(call):
+        detail = f"with the softmax scale {words}"
+        alone = Mutant(backward={"x": scores_factor(scale / call.scale)}, detail=f"{detail}, dq and dk with their own")
+        found += [Mutant(sees_backward=other_spec(scale=scale), detail=detail), alone]
+    return found
+
+
+def other_widths(call: Call) -> list[tuple[float, str]]:
+    """(scale, words): one over the root of a width that is not the call's own."""
+    d, dv = call.q.shape[-1], call.v.shape[-1]
+    widths = {1 << (d - 1).bit_length(): "D rounded up to a power of two", dv: "the width of v"}
+    widths |= {-(-d // step) * step: f"D rounded up to a multiple of {step}" for step in (128, 64, 32, 16, 8)}
+    widths |= {call.q.shape[1] * d: "the width of all heads", d // 2: "half of D"}
+    found = {width**-0.5: f"1/sqrt({width}), {words}" for width, words in widths.items() if width > 0}
+    return [(scale, words) for scale, words in found.items() if abs(scale - call.scale) > 1e-6 * call.scale]
 
 
 _scale = partial(Defect, family="scale")

@@ -32,6 +32,14 @@ def without_window(call: Call) -> Callable[[Call], Call]:
     return other_spec(window=(None, call.spec.window[1]))
 
 
+def _window_missing(call: Call) -> list[Mutant]:
+    found = [Mutant(sees_backward=without_window(call))]
+    if call.spec.right is not None:
+        everything = other_spec(window=(None, None), causal=False)
+        found.append(Mutant(sees_backward=everything, detail=" and the mask of later keys"))
+    return found
+
+
 def _wrong_sign(call: Call) -> list[Mutant]:
     stages = showing(bottom_left(call.spec))
     return [
@@ -122,13 +130,13 @@ DEFECTS = [
     ),
     _window(
         "window-missing-backward",
-        "the backward ignores the window: gradients flow through keys the forward could not see",
+        "the backward ignores the window{detail}: gradients flow through keys the forward could not see",
         "the window is applied in the forward only",
         "p (bwd)",
         "I2 and I3 fail",
         "Make the window longer than the sequence: the comparison must turn healthy.",
         needs=windowed,
-        variants=lambda call: [Mutant(sees_backward=without_window(call))],
+        variants=_window_missing,
     ),
     _window(
         "window-missing-forward",
@@ -152,6 +160,18 @@ DEFECTS = [
         needs=lengths_differ,
         variants=lambda call: [Mutant(backward={"s": top_left(call.spec)})],
         demo=CAUSAL | {"sk": 180},
+    ),
+    Defect(
+        "align-forward",
+        "the forward aligns the mask to the first key, the backward to the last",
+        "the offset Sk - Sq is missing in the forward's mask",
+        "s",
+        "o and lse are wrong, and only when Sq and Sk differ; the backward's weights do not sum to one",
+        "Run with Sq = Sk: the comparison must turn healthy.",
+        family="alignment",
+        needs=lengths_differ,
+        variants=lambda call: [Mutant(forward=showing(top_left(call.spec)))],
+        demo=CAUSAL_TILES | {"sk": 100},
     ),
     Defect(
         "align-sign",

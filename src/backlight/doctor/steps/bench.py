@@ -55,7 +55,7 @@ class Bench:
         """Passed when nothing differs by more than the subject's own repeats do, or by a few eps."""
         far = {n: d for n, d in found.items() if not d <= max(self.close, SPREAD * self.spread.get(n, 0.0))}
         if far:
-            return Probe("", False, f"{what}: {distances_in_words(far)}", data={"finding": finding, "wrong": sorted(far)})
+            return Probe("", False, f"{what}: {distances_in_words(far)}", data={"finding": finding, "wrong": list(far)})
         return Probe("", True, "equal" if not found else f"equal up to {max(found.values()):.1f} eps")
 
     def run(

@@ -24,12 +24,17 @@ from backlight.reference import eager, oracle
 CELLS = 24
 LENGTHS = (128, 129, 191, 192, 193, 255)
 REFUSALS = convention.REFUSALS
-NAMES: dict[Callable[..., None], str] = {hard_inputs.run: "hard inputs", rounding.run: "ties and growth"}
+NAMES: dict[Callable[..., None], str] = {
+    hard_inputs.run: "hard inputs",
+    hard_inputs.far_below: "far scores",
+    rounding.run: "ties and growth",
+}
 
 
 def run(sheet: Sheet, bench: Bench) -> None:
     """Adds probes, stage rows, pictures and findings to the sheet."""
-    steps: list[Callable[[Sheet, Bench], None]] = [_tomography, _exact, _through_lse, hard_inputs.run, rounding.run]
+    steps: list[Callable[[Sheet, Bench], None]] = [_tomography, _exact, _through_lse, hard_inputs.run, hard_inputs.far_below]
+    steps.append(rounding.run)
     if sheet.level == "forensic":
         steps.append(_lengths)
     for step in steps:

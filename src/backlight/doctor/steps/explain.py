@@ -125,7 +125,9 @@ def explain(
     gains = {name: c.gain for name, c in comparisons.items() if c.gains}
     at = worst_head(problem, comparisons)
     sift = sieve(problem, observations, evaluate, at)
-    sifted = [(sift(mutant), defect, mutant) for defect in defects for mutant in defect.candidates(problem.call, gains)]
+    right = not any(comparisons[name].bad for name in ("o", "lse") if name in comparisons)
+    possible = [defect for defect in defects if not (right and defect.of_forward)]
+    sifted = [(sift(mutant), defect, mutant) for defect in possible for mutant in defect.candidates(problem.call, gains)]
     close = [entry for entry in sifted if entry[0] <= SIFT] or sorted(sifted, key=lambda entry: entry[0])[:3]
     null = [o.misfit(problem.truth[o.key]) for o in observations]
     total, noise = sum(d for _, _, d in null), sum(o.noise for o in observations)

@@ -6,7 +6,10 @@ on Gaussian inputs and wrong here.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from backlight.doctor.defects.catalogue import about
 from backlight.doctor.report.model import Finding, Probe
@@ -29,6 +32,8 @@ HARD = {
 LENGTH = 256
 # at `quick`: positions, more keys than rows, and how far off is wrong beyond doubt
 SHORT, MORE_KEYS, GROSS = 72, 37, 0.25
+# far below what any start value of a running maximum may be; fp32 still tells scores apart there
+FAR = 80000.0
 
 
 def run(sheet: Sheet, bench: Bench) -> None:
@@ -78,6 +83,43 @@ def low_scores(sheet: Sheet, bench: Bench) -> None:
     )
     if wrong:
         sheet.add(_finding(bench, seen, "low_lse", wrong))
+
+
+def far_below(sheet: Sheet, bench: Bench) -> None:
+    """At `full`: scores near -80000, by one channel of q and k. Only an o that is wrong beyond doubt is told.
+
+    A running maximum that starts at a large negative number, or a mask filled with one, is right on all others.
+    """
+    call = bench.problem.call
+    plain = call.spec.softcap is None and call.sink is None and call.tau is None and call.pair_bias is None
+    wrong = any(row.status in WRONG for row in sheet.rows)
+    problem = None if wrong or not plain or call.q.dtype == torch.float16 else drawn(bench.problem, "gaussian")
+    if problem is None:
+        return
+    size = (FAR / problem.call.scale) ** 0.5
+    q, k = problem.call.q.clone(), problem.call.k.clone()
+    q[..., 0], k[..., 0] = size, -size
+    problem = problem.replace(call=replace(problem.call, q=q, k=k))
+    values = convention.natural_lse(bench.subject, problem, bench.run(problem=problem).values, [])
+    convention.fill_empty_rows(problem, values)
+    seen = look(problem, {name: values[name] for name in ("o", "lse") if name in values})
+    o = seen.comparisons.get("o")
+    bad = o is not None and o.bad and (bool(o.nonfinite.any()) or not o.relative <= GROSS)
+    words = f"scores near {-FAR:g}"
+    if not bad:
+        sheet.probes.append(Probe("far scores", True, f"right on {words}"))
+        return
+    # scores near -120 were right, so no exp of a whole score is to blame
+    explained = explain(problem, seen.known, seen.comparisons, [about("maximum-start")])
+    ranked = [each for each in explained if each.fits]
+    if not ranked:
+        detail = f"o is off on {words}, as it is where a mask is filled with a finite number; no start of a maximum explains it"
+        sheet.probes.append(Probe("far scores", None, detail))
+        return
+    sheet.probes.append(Probe("far scores", False, f"o wrong on {words}"))
+    found = from_explanation(ranked[0], ranked, problem, seen.comparisons, seen.laws)
+    found.evidence.insert(0, f"one channel of q and k brings all {words}: o is wrong; with ordinary inputs nothing is")
+    sheet.add(found)
 
 
 def drawn(problem: Problem, recipe: str, rows: int | None = None, keys: int | None = None) -> Problem | None:

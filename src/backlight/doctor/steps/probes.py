@@ -89,7 +89,7 @@ def poison(bench: Bench) -> Probe:
     exposed = {n: d for n, d in found.items() if d == float("inf")}
     result = bench.equal(found, "what fresh memory holds changes the result", "stale-rows")
     if exposed:
-        data = {"finding": "stale-rows", "wrong": sorted(exposed)}
+        data = {"finding": "stale-rows", "wrong": list(exposed)}
         result = Probe("", False, f"NaN in fresh memory reaches {', '.join(exposed)}", data=data)
     if result.passed is False:
         name = result.data["wrong"][0]

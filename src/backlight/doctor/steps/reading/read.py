@@ -21,6 +21,7 @@ from backlight.doctor.steps.reading.deltas import Given, deltas
 from backlight.doctor.steps.reading.factors import factors
 from backlight.doctor.steps.reading.operands import elsewhere, solved
 from backlight.doctor.steps.reading.places import Place
+from backlight.doctor.steps.reading.seers import seers
 from backlight.doctor.steps.tomography import FAINT, Block, Recovered, score_gradient_by_rows
 from backlight.doctor.subject.subject import Subject
 from backlight.problems.problem import Problem
@@ -77,6 +78,8 @@ CELL_NAMES: dict[tuple[str, bool], tuple[str, Callable[..., list[Mutant]]]] = {
 def _weights(matrix: Recovered, problem: Problem, found: Read, forward_right: bool) -> None:
     hidden = ~intervals.visible_whole(matrix.call).to(matrix.truth.device).expand_as(matrix.truth)
     could_be_lost = ~hidden & (matrix.truth > FAINT) & matrix.known
+    if _other_rows(matrix, could_be_lost, hidden & matrix.known, found):
+        return
     lost = _cells(matrix, matrix.holes, could_be_lost, True, found)
     leaked = _cells(matrix, matrix.leaks, hidden & matrix.known, False, found)
     if lost is not None and leaked is not None and not matrix.call.varlen:
@@ -92,6 +95,18 @@ def _weights(matrix: Recovered, problem: Problem, found: Read, forward_right: bo
         _function(matrix, usable, found)
     if not found.about(matrix.name) and forward_right:
         _keys(matrix, usable, found)
+
+
+def _other_rows(matrix: Recovered, could_be_lost: Tensor, could_leak: Tensor, found: Read) -> bool:
+    """Whether every row has the mask of another by one rule."""
+    rule = seers(matrix, could_be_lost, could_leak)
+    if rule is None:
+        return False
+    kind: ReadingKind = "leaked" if bool(matrix.leaks.any()) else "lost"
+    reading = found.say(matrix.name, kind, rule.text, rule.cause, cells=int((matrix.holes | matrix.leaks).sum()))
+    name = "mask-read" if matrix.name == "p" else "mask-read-backward"
+    found.defects.append(names.named(name, names.other_mask(rule.lost, rule.seen, reading.sentence, matrix.name == "p")))
+    return True
 
 
 def _cells(matrix: Recovered, wrong: Tensor, domain: Tensor, lost: bool, found: Read) -> Shape | None:

@@ -1,0 +1,137 @@
+"""Bugs of public kernels, a third lot: asked once before anything was changed for them (`docs/doctor.md` has that score)."""
+
+from __future__ import annotations
+
+from wild import Wild
+
+AGAIN: dict[str, Wild] = {
+    "bound by tiles of rows": Wild(
+        "jax-ml/jax#17314",
+        "the forward's bound counts tiles of rows where tiles of keys are half as long",
+        ("cells-lost",),
+        ("p",),
+        level="full",
+    ),
+    "backward aligned to the first key": Wild(
+        "xlite-dev/ffpa-attn#300",
+        "the backward aligns the mask to the first key, the forward to the last",
+        ("align-backward",),
+        ("p (bwd)",),
+        more={"sk": 72},
+    ),
+    "o by the width of a head": Wild(
+        "flagos-ai/FlagGems#5235",
+        "tiles of o are placed by the width of a head, the rows of a tile by their stride",
+        ("stale-rows",),
+        ("o",),
+    ),
+    "heads counted in rows": Wild(
+        "BobMcDear/attorch#14",
+        "the offset of a head is its stride divided by that of a row, which is 0 for other layouts",
+        ("input-stride",),
+        ("s",),
+        level="full",
+    ),
+    "four rows share one mask": Wild(
+        "pytorch/pytorch#195910",
+        "the forward masks once for four rows, so that three of them see the future",
+        ("mask-read",),
+        ("p",),
+        level="full",
+    ),
+    "lse of a split scaled again": Wild(
+        "HKUSTDial/flash-sparse-attention#106",
+        "the maximum is scaled once more in the lse of a split, which weighs the splits",
+        ("merge-weights",),
+        ("p",),
+        {},
+    ),
+    "sink in every split": Wild(
+        "ROCm/rocm-libraries#12229",
+        "every split of the keys counts the sink",
+        ("sink-repeated",),
+        ("lse",),
+        {"sink": True},
+    ),
+    "sink not passed on": Wild(
+        "NVIDIA/TransformerEngine#3551",
+        "the sink is not handed to the kernel, and its gradient is 0",
+        ("call-sink-lost",),
+        ("s",),
+        {"causal": True, "sink": True},
+    ),
+    "window not passed on": Wild(
+        "meta-pytorch/MSLK#263",
+        "the backward has neither the window nor the causal mask",
+        ("window-missing-backward",),
+        ("p (bwd)",),
+        {"window": (8, 0)},
+    ),
+    "cap after the mask": Wild(
+        "Dao-AILab/flash-attention#1025",
+        "the soft cap is applied to masked scores, and makes -cap of -inf",
+        ("softcap-after-mask",),
+        ("s",),
+        {"causal": True, "softcap": 2.0},
+    ),
+    "empty rows in the backward": Wild(
+        "Dao-AILab/flash-attention#443",
+        "the backward subtracts an lse of -inf from -inf in rows that see nothing",
+        ("empty-rows-nan",),
+        ("dq",),
+        shape=(1, 2, 72, 16),
+        more={"sk": 44},
+    ),
+    "batch padded to other tiles": Wild(
+        "Dao-AILab/flash-attention#2337",
+        "delta is written for batch entries that are padded to longer tiles than its readers know",
+        ("write-beyond-end",),
+        ("dq",),
+        shape=(2, 2, 40, 16),
+    ),
+    "scale of the padded width": Wild(
+        "tile-ai/tilelang-ascend#1670",
+        "the backward's scale is that of the width rounded up to whole vectors",
+        ("scale-scores-backward",),
+        ("p (bwd)",),
+        shape=(1, 2, 40, 24),
+    ),
+    "rescaling left out": Wild(
+        "ROCm/rocm-libraries#7194",
+        "where the maximum moves little, sums keep the old one and weights take the new",
+        ("rescale-missing",),
+        ("p",),
+        {},
+    ),
+    "finite start": Wild(
+        "flashinfer-ai/flashinfer#4267",
+        "the running maximum starts at -50000, and rows below it vanish",
+        ("maximum-start",),
+        ("lse",),
+        level="full",
+    ),
+    "rows divided by the group": Wild(
+        "Dao-AILab/flash-attention#2528",
+        "the forward's mask divides rows by the group, as if heads were packed into rows",
+        ("mask-read",),
+        ("p",),
+        shape=(1, 4, 40, 16),
+        level="full",
+        more={"kv_heads": 2},
+    ),
+    "tiles of rows stored over each other": Wild(
+        "NVIDIA/cudnn-frontend#385",
+        "what tiles of rows add to dk and dv is stored, so that the last one wins",
+        ("tile-lost-dk",),
+        ("dk",),
+        level="full",
+    ),
+    "rows of the last tile unchecked": Wild(
+        "SHI-Labs/NATTEN#341",
+        "rows beyond the end of the last tile are neither masked nor skipped in the dv kernel",
+        ("read-beyond-end",),
+        ("dk",),
+        {},
+        level="full",
+    ),
+}
