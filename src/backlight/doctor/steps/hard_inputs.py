@@ -96,7 +96,8 @@ def drawn(problem: Problem, recipe: str, rows: int | None = None, keys: int | No
         "dtype": call.q.dtype,
         "device": call.q.device,
     }
-    return inputs.make(call.spec, (min(b, 1), hq, sq, d), recipe=recipe, seed=problem.seed, **settings, **own)
+    made = inputs.make(call.spec, (min(b, 1), hq, sq, d), recipe=recipe, seed=problem.seed, **settings, **own)
+    return made.replace(arithmetic=problem.arithmetic)
 
 
 def _look(bench: Bench, problem: Problem) -> Look:
