@@ -242,7 +242,8 @@ def _gains(name: str, x: Tensor, units: Units) -> tuple[float, list[float], floa
         many = units.count.sum(HEAD) * cells.shape[-1] >= GAIN_ELEMENTS
         limit = torch.where(many, limit.clamp(min=GAIN_FAIL), limit.clamp(min=2 * GAIN_FAIL))
         relative = ratio(units.rms(units.eager, HEAD), units.rms(reference, HEAD))
-        limit = torch.where(relative > AMPLIFIED * units.problem.eps, torch.maximum(limit, 2 * relative), limit)
+        amplified = (relative > AMPLIFIED * units.problem.eps) | (units.problem.arithmetic is not None)
+        limit = torch.where(amplified, torch.maximum(limit, 2 * relative), limit)
     else:
         limit = limit.clamp(min=64 * units.problem.eps)
     off = (gains - 1).abs()

@@ -19,8 +19,9 @@ class Case:
     """What to examine a subject with. shape is (B, Hq, Sq, D); kv_heads, sk, dv default to the query side.
 
     bias: columns of the drawn table; tau, entmax: value of every head; pair_bias: words for the drawn one (`draw.PAIR_WORDS`);
-    None = as the recipe draws it. precision: what it is judged as, None for that of the dtype. lengths: packed sequences instead of a batch. tensors: captured inputs in canonical layout,
-    from which the leading batches, heads, rows and columns are taken when the shape is smaller than they are.
+    None = as the recipe draws it. lengths: packed sequences instead of a batch. tensors: captured inputs in canonical layout,
+    from which the leading batches, heads, rows and columns are taken when the shape is smaller than they are. precision: what
+    a kernel is judged as, None for the dtype of its inputs.
     """
 
     spec: AttentionSpec = field(default_factory=AttentionSpec)

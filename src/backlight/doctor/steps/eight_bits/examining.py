@@ -50,11 +50,18 @@ def recognised(sheet: Sheet, observed: Observed, first: Look, values: Mapping[st
     line = f"values of v in one octave come back as few different ones as {found} has"
     said = f"o: off by {100 * o.relative:.3g} % ({o.rho_a:.2g} x the error of plain PyTorch in its dtype)"
     lines = [said, line, "all else in this report is judged by what 8 bits can do, as with that option"]
-    title, mechanism = entry.title.replace("{detail}", found), "established (the probe shows it directly)"
     sheet.add(
         Finding(
-            entry.id, title, "precision", entry.stage, None, lines, mechanism, "high", entry.next_check, None, 35.0
-        )  # fmt: skip
+            entry.id,
+            entry.title.replace("{detail}", found),
+            "precision",
+            entry.stage,
+            evidence=lines,
+            mechanism="established (the probe shows it directly)",
+            confidence="high",
+            next_check=entry.next_check,
+            score=35.0,
+        )
     )
     return look(sheet.problem, values)
 

@@ -1,4 +1,4 @@
-"""Inputs on which ways of scaling differ: outliers, a common part of the keys, a dominant key, blocks and heads of many sizes."""
+"""Inputs on which ways of scaling differ: outliers, a common part of keys, a dominant key, uneven blocks and heads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def uneven(call: Call) -> dict[str, Tensor]:
 
 
 def apart(call: Call) -> dict[str, Tensor]:
-    """The first head has a large q and a small k, all others the reverse: no scale suits both, and scores are what they were."""
+    """The first head has a large q and a small k, all others the reverse: no scale suits both; scores stay."""
 
     def units(x: Tensor, first: int, sign: int) -> Tensor:
         own = torch.where(torch.arange(x.shape[1], device=x.device) < first, APART, 1 / APART) ** sign
