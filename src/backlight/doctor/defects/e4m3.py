@@ -139,14 +139,14 @@ class Manner:
         return p / total.masked_fill(total == 0, 1)[:, None]
 
     def _cut_sum(self, s: Tensor, sink: Tensor | None, v: Tensor, q: Tensor, scale: float) -> Tensor:
-        """Sums of STEP products and what came before, aligned to the largest and cut (eq. 99)."""
+        """STEP products and what came before are aligned to the largest of them and cut, one by one (eq. 99)."""
         p, total, _ = self._weights(s, sink, q, scale)
         o = v.new_zeros(len(s), v.shape[1])
         for j in range(0, len(v), STEP):
-            of_keys, of_v = p[:, j : j + STEP], v[j : j + STEP]
-            largest = torch.maximum(o.abs(), of_keys.amax(-1, keepdim=True) * of_v.abs().amax(0))
+            products = p[:, j : j + STEP, None] * v[j : j + STEP]
+            largest = torch.maximum(o.abs(), products.abs().amax(1))
             unit = torch.exp2(torch.frexp(largest)[1].to(o.dtype) - KEPT_BITS)
-            o = torch.where(largest == 0, o, torch.trunc((o + of_keys @ of_v) / unit) * unit)
+            o = torch.where(largest == 0, o, (torch.trunc(products / unit[:, None]).sum(1) + torch.trunc(o / unit)) * unit)
         return o / total.masked_fill(total == 0, 1)[:, None]
 
 

@@ -325,6 +325,9 @@ def _reached(bench: Bench, keys: Tensor, rows: Tensor) -> dict[str, float]:
     plain = bench.run(dy)
     out = bench.subject.run(replace(call, k=k, v=v), dy)
     kept = dict.fromkeys(("o", "lse", "dq"), rows) | {"dk": ~keys, "dv": ~keys}
+    if problem.arithmetic is not None:
+        # of rows that see few keys dq and dk are small differences of what was rounded
+        kept = {name: kept[name] for name in ("o", "lse", "dv")}
     a, b = (Observed({n: x[:, :, kept[n]] for n, x in r.values.items() if n in kept}) for r in (plain, out))
     return differences(a, b, problem.unit)
 

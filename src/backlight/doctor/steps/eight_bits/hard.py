@@ -19,7 +19,7 @@ from backlight.doctor.steps.sheet import Sheet
 from backlight.problems.problem import Problem
 from backlight.quantising import BLOCK
 
-LENGTH = 2 * BLOCK
+LENGTH, TILE = 2 * BLOCK, 64
 OFFSET, APART, DOMINANT = 8.0, 2.0**7, 10.5
 Change = Callable[[Call], dict[str, Tensor]]
 
@@ -59,21 +59,22 @@ def dominated(call: Call) -> dict[str, Tensor]:
     return {"q": q, "k": k, "v": v}
 
 
-RECIPES: dict[str, tuple[str, Change | None, str]] = {
-    "offset": ("gaussian", offset, "keys with a large common part"),
-    "uneven": ("gaussian", uneven, "blocks and columns of different sizes"),
-    "apart": ("gaussian", apart, "heads of different units"),
-    "dominated": ("gaussian", dominated, "a dominant key"),
-    "outliers": ("outliers", None, "outliers in q and k"),
+# recipe, what is changed, length, words; a dominant key is met in one tile with all others, whatever the order of tiles
+RECIPES: dict[str, tuple[str, Change | None, int, str]] = {
+    "offset": ("gaussian", offset, LENGTH, "keys with a large common part"),
+    "uneven": ("gaussian", uneven, LENGTH, "blocks and columns of different sizes"),
+    "apart": ("gaussian", apart, LENGTH, "heads of different units"),
+    "dominated": ("gaussian", dominated, TILE, "a dominant key"),
+    "outliers": ("outliers", None, LENGTH, "outliers in q and k"),
 }
 
 
 def run(sheet: Sheet, bench: Bench) -> None:
     """One probe a recipe; a finding for each defect that these inputs show and the subject's own do not."""
-    for name, (recipe, change, words) in RECIPES.items():
+    for name, (recipe, change, length, words) in RECIPES.items():
         if any(f.severity == "defect" for f in sheet.findings):
             return
-        problem = drawn(bench.problem, recipe, change)
+        problem = drawn(bench.problem, recipe, change, length)
         if problem is None:
             sheet.probes.append(Probe(f"8 bits, {name}", None, "no such inputs for packed sequences and masks"))
             continue
@@ -87,8 +88,8 @@ def run(sheet: Sheet, bench: Bench) -> None:
             sheet.add(found)
 
 
-def drawn(problem: Problem, recipe: str, change: Change | None) -> Problem | None:
-    made = hard_inputs.drawn(problem, recipe, LENGTH, LENGTH)
+def drawn(problem: Problem, recipe: str, change: Change | None, length: int) -> Problem | None:
+    made = hard_inputs.drawn(problem, recipe, length, length)
     if made is None:
         return None
     call = made.call if change is None else replace(made.call, **change(made.call), _segments=None)
