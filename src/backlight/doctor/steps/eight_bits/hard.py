@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from backlight.call import Call
-from backlight.doctor.report.model import Probe
+from backlight.doctor.defects.catalogue import about
+from backlight.doctor.report.model import Finding, Probe
 from backlight.doctor.steps import convention, hard_inputs
 from backlight.doctor.steps.bench import Bench
 from backlight.doctor.steps.eight_bits import naming
@@ -21,6 +22,8 @@ from backlight.quantising import BLOCK
 
 LENGTH, TILE = 2 * BLOCK, 64
 OFFSET, APART, DOMINANT = 8.0, 2.0**7, 10.5
+COARSE = "e4m3-coarse"
+SHARED = {"tensor": "the whole tensor", "entry": "all heads of a batch entry"}
 Change = Callable[[Call], dict[str, Tensor]]
 
 
@@ -80,12 +83,25 @@ def run(sheet: Sheet, bench: Bench) -> None:
             continue
         seen = looked_at(bench, problem)
         found = naming.finding(problem, seen.known, seen.comparisons, chosen=True)
+        if found is not None and found.id == COARSE:
+            _as_known(sheet, found, name)
         sheet.probes.append(Probe(f"8 bits, {name}", found is None or found.severity == "note", _words(seen, words)))
         if found is not None and found.id not in {f.id for f in sheet.findings}:
             found.evidence.insert(0, f"shown by {words}, on which the rest of this evidence was taken")
             found.explained = None
-            found.score -= 5
+            found.score = min(found.score, 40.0) if found.severity == "precision" else found.score
             sheet.add(found)
+
+
+def _as_known(sheet: Sheet, found: Finding, name: str) -> None:
+    """A kernel of another design than our mutants': what the probe of scales saw names it, or it is worth a note."""
+    group = next((probe.data.get("group") for probe in sheet.probes if probe.name == "scale group"), None)
+    if name != "apart" or group not in SHARED:
+        found.severity, found.score = "note", 1.0
+        return
+    entry = about("e4m3-one-scale")
+    found.id, found.title, found.stage = entry.id, entry.title.replace("{detail}", SHARED[group]), entry.stage
+    found.next_check = entry.next_check
 
 
 def drawn(problem: Problem, recipe: str, change: Change | None, length: int) -> Problem | None:
