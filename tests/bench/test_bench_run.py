@@ -365,7 +365,7 @@ def test_compare_names_regressions_and_exits_with_1(tmp_path: Path) -> None:
     [
         (
             ["nothing"],
-            "no suite is called 'nothing'; there are plain, every, variants, terms, masks, entmax, pair, cpu, smoke, memory, "
+            "no suite is called 'nothing'; there are plain, every, variants, terms, masks, entmax, pair, fp8, cpu, smoke, memory, "
             "overhead",
         ),
         (["smoke", "--contenders", "nobody"], "no contender is called 'nobody'"),
