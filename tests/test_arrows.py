@@ -127,7 +127,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # the doctor's rooms: command -> steps -> defects -> subject, and steps -> report; nothing points back
     "doctor.subject": {"spec", "call", "mask", "problems", "peers"},
     "doctor.report": {"spec", "reference"},
-    "doctor.defects": {"spec", "call", "intervals", "reference", "problems", "doctor.subject"},
+    # scales and turns of e4m3, as kernels have them
+    "doctor.defects": {"spec", "call", "intervals", "reference", "problems", "quantising", "doctor.subject"},
     "doctor.steps": {"_private", "spec", "call", "intervals", "mask", "reference", "problems", "peers", *BELOW_STEPS},
     "doctor.command": {"spec", "problems", "command_line", "doctor"},
     # where names become subjects: it may look backends up

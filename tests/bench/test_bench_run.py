@@ -365,8 +365,8 @@ def test_compare_names_regressions_and_exits_with_1(tmp_path: Path) -> None:
     [
         (
             ["nothing"],
-            "no suite is called 'nothing'; there are plain, every, variants, terms, masks, entmax, pair, cpu, smoke, memory, "
-            "overhead",
+            "no suite is called 'nothing'; there are plain, every, variants, terms, masks, entmax, pair, fp8, cpu, smoke, "
+            "memory, overhead",
         ),
         (["smoke", "--contenders", "nobody"], "no contender is called 'nobody'"),
         (["smoke", "--device", "abacus"], "--device must be auto or a torch device"),
@@ -381,7 +381,8 @@ def test_bad_arguments_get_a_sentence(arguments: list[str], words: str) -> None:
 
 def test_list_and_help() -> None:
     done = CliRunner().invoke(command.app, ["list", "--device", "cpu"])
-    assert f"Contenders: backlight, {', '.join(f'backlight:{name}' for name in registry.names())}, sdpa-flash" in done.output
+    ours = ", ".join(f"backlight:{name}" for name in (*registry.names(), "fp8", "fp8-given"))
+    assert f"Contenders: backlight, {ours}, sdpa-flash" in " ".join(done.output.split())
     assert CliRunner().invoke(command.app, ["--help"]).exit_code == 0
 
 

@@ -2,12 +2,13 @@
 
 The edits know nothing of the mutants: they use the backend's own names and undo one thing that its authors got right. An edit
 names the text it replaces and fails loudly when that text is gone, so a refactoring of the backend cannot silently turn a
-mutation test into a test of nothing.
+mutation test into a test of nothing. Those of kernels of 8 bits break their emulation in the same way.
 """
 
 from __future__ import annotations
 
 from edit import BOTH, Edit
+from edits_e4m3 import E4M3_EDITS
 from edits_masks import INTERVALS, MASKS
 from edits_read import READ
 from edits_rows import HEADS, ROWS, SCALE
@@ -16,4 +17,4 @@ from edits_terms import ENTMAX, PAIRS, TANGENTS, TERMS
 
 __all__ = ["BOTH", "EDITS", "Edit"]
 
-EDITS = SCALE | MASKS | INTERVALS | HEADS | ROWS | TERMS | PAIRS | ENTMAX | TANGENTS | READ | SUMS
+EDITS = SCALE | MASKS | INTERVALS | HEADS | ROWS | TERMS | PAIRS | ENTMAX | TANGENTS | READ | SUMS | E4M3_EDITS

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from edits import BOTH, EDITS, Edit
+from edits_e4m3 import E4M3_EDITS, broken_in_e4m3
 
 import backlight
 from backlight.backends.tiled import TiledBackend
@@ -121,6 +122,8 @@ def kind_of(name: str) -> str:
 
 def inject(name: str, monkeypatch: pytest.MonkeyPatch) -> Subject:
     """The public call on a tiled backend that has the defect `name`."""
+    if name in E4M3_EDITS:
+        return broken_in_e4m3(name, monkeypatch)
     packed = "cu_seqlens" in get(name).demo
     called = ours_packed if packed else ours
     if name in EDITS:

@@ -33,7 +33,7 @@ KINDS = {
     "wrapper": "code around the backend's entry points",
 }
 # these live in lse alone: a kernel that does not return it cannot have them
-NEEDS_LSE = {"dlse-ignored", "dlse-sign", "empty-rows-lse", "lse-stored-elsewhere", "tangent-lse-sign"}
+NEEDS_LSE = {"dlse-ignored", "dlse-sign", "e4m3-mean-lost", "empty-rows-lse", "lse-stored-elsewhere", "tangent-lse-sign"}
 NAMED, NOT_APPLICABLE = "named", "not applicable"
 # what the file does not repeat
 USUAL = {"injection": "edit", "white box": NAMED, "black box": NAMED}

@@ -127,7 +127,7 @@ class RunOptions:
     """The options of `run`."""
 
     suite: Annotated[
-        str, typer.Argument(help="plain, every, variants, terms, masks, entmax, pair, cpu, smoke, memory or overhead.")
+        str, typer.Argument(help="plain, every, variants, terms, masks, entmax, pair, fp8, cpu, smoke, memory or overhead.")
     ] = "smoke"
     device: DeviceOption = "auto"
     contenders: Annotated[str, typer.Option(help="Names to race, with commas; the suite's own choice by default.")] = ""

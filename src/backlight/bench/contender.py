@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from backlight.bench.workload import Tensors, Workload
+from backlight.bench.workload import PHASES, Tensors, Workload
 from backlight.spec import LEARNED, SEQUENCE_OF, TERM_NAMES
 
 AUTOGRAD, BARE = "autograd", "bare op"
@@ -61,6 +61,8 @@ class Contender:
     scope:     entered around everything; switches that are global in the peer.
     path:      "autograd", or "bare op" where forward and backward are called without it.
     options:   what the adapter had to settle on to make it run; recorded.
+    precision: "fp8" where products are of 8 bits: judged by yardsticks of 8 bits.
+    forward_only: why there is no backward, or nothing.
     """
 
     name: str
@@ -73,12 +75,22 @@ class Contender:
     path: str = AUTOGRAD
     detail: str = ""
     options: dict[str, Any] = field(default_factory=dict)
+    precision: str | None = None
+    forward_only: str = ""
 
     def forward(self) -> Tensor:
         with torch.no_grad():
             return self.attend()[0]
 
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """What can be timed."""
+        return PHASES[:1] if self.forward_only else PHASES
+
     def both(self) -> tuple[Tensor, ...]:
+        """Forward and backward, or all that there is."""
+        if self.forward_only:
+            return (self.forward(),)
         y, state = self.attend()
         return self.gradients(y, state, False)
 
@@ -89,6 +101,8 @@ class Contender:
 
     def results(self) -> dict[str, Tensor]:
         """y and every gradient by name, canonical layout."""
+        if self.forward_only:
+            return {"y": self.canonical(self.forward())}
         y, state = self.attend()
         grads = dict(zip(self.leaves, self.gradients(y, state, False), strict=True))
         shaped = {f"d{name}": self.canonical(x) if name in ROW_TENSORS else x for name, x in grads.items()}

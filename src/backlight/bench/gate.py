@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from backlight.bench.truth import Slice, narrowed, problem_of, sample
+from backlight.bench.truth import narrowed, problem_of, sample
 from backlight.bench.workload import Tensors
+from backlight.doctor.defects.e4m3 import PRECISIONS
 from backlight.doctor.steps.compare import RHO_B, RHO_B_WIDE, RHO_FAIL, Comparison, compare
 from backlight.problems.problem import Problem
 
@@ -39,32 +40,41 @@ class Verdict:
 
 
 class Gate:
-    """The truth of one workload, computed once and used for every contender."""
+    """The truth of one workload, computed once and used for every contender; yardsticks of 8 bits once one asks for them."""
 
     def __init__(self, tensors: Tensors, seed: int = 0):
-        self.call = tensors.call
-        self.expected = ("y", *tensors.call.gradients)
-        self.slices: list[tuple[Slice, Problem]] = []
-        for part in sample(tensors.call, seed):
-            dy = part.take("dy", tensors.dy, tensors.call.group)
-            self.slices.append((part, problem_of(narrowed(tensors.call, part), dy)))
+        self.tensors, self.call = tensors, tensors.call
+        self.parts = sample(tensors.call, seed)
+        self._problems: dict[str | None, list[Problem]] = {}
 
     @property
     def judged(self) -> tuple[str, ...]:
-        return tuple(part.label for part, _ in self.slices)
+        return tuple(part.label for part in self.parts)
 
-    def judge(self, results: Mapping[str, Tensor]) -> Verdict:
+    def problems(self, precision: str | None = None) -> list[Problem]:
+        """One for each judged slice, with the yardsticks of a precision."""
+        if precision not in self._problems:
+            dy, group = self.tensors.dy, self.call.group
+            arithmetic = None if precision is None else PRECISIONS[precision]
+            self._problems[precision] = [
+                problem_of(narrowed(self.call, part), part.take("dy", dy, group), arithmetic) for part in self.parts
+            ]
+        return self._problems[precision]
+
+    def judge(self, results: Mapping[str, Tensor], precision: str | None = None, forward_only: bool = False) -> Verdict:
         """`results`: y and the gradients of the whole workload by name, canonical layout."""
-        missing = [name for name in self.expected if name not in results]
+        expected = ("y",) if forward_only else ("y", *self.call.gradients)
+        missing = [name for name in expected if name not in results]
         if missing:
             return Verdict(WRONG, self.judged, reasons=tuple(f"{name} was not returned" for name in missing))
+        problems = self.problems(precision)
         found = [
             compare(OBSERVED.get(name, name), part.take(name, results[name], self.call.group), problem)
-            for part, problem in self.slices
-            for name in self.expected
+            for part, problem in zip(self.parts, problems, strict=True)
+            for name in expected
         ]
         status = WRONG if any(x.bad for x in found) else SUSPECT if any(x.suspect for x in found) else OK
-        limit = RHO_B if self.slices[0][1].sixteen_bit else RHO_B_WIDE
+        limit = RHO_B if problems[0].sixteen_bit else RHO_B_WIDE
         coarse = dict.fromkeys(_shown(x.name) for x in found if not x.rho_b <= limit)
         return Verdict(
             status,

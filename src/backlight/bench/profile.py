@@ -69,7 +69,7 @@ def _examine(
     contender = adapter.build(tensors)
     row |= {"path": contender.path, "detail": contender.detail}
     with contender.scope():
-        verdict = gate.judge(contender.results())
+        verdict = gate.judge(contender.results(), contender.precision, bool(contender.forward_only))
     row |= {"status": verdict.status, "gate": verdict.to_json()}
     if verdict.status == WRONG:
         row["reason"] = "; ".join(verdict.reasons)
@@ -85,7 +85,7 @@ def profile(workload: Workload, contender: Contender, device: torch.device, ceil
     ceiling = ceilings["matmul_tflops"].get(LONG_NAMES[DTYPE_NAMES[workload.dtype]])
     phases: dict[str, Any] = {}
     with contender.scope():
-        for phase in PHASES:
+        for phase in (phase for phase in PHASES if phase in contender.phases):
             parts = measure(phase_of(contender, phase), device, workload)
             total = sum(part["time_ms"] for part in parts)
             rate = workload.flops()[phase] / total / 1e9 if total else 0.0

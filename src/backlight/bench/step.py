@@ -152,6 +152,9 @@ class Step:
         row |= {"path": contender.path, "detail": contender.detail}
         if contender.options:
             row["options"] = contender.options
+        if contender.forward_only:
+            missing = (phase for phase in self.suite.phases if phase.split()[-1] not in contender.phases)
+            row["untimed"] = dict.fromkeys(missing, contender.forward_only)
         if self.suite.kind == MEMORY and self.workload.pairs > JUDGED_PAIRS:
             row |= {"status": "ok", "gate": NOT_JUDGED}
         else:
@@ -165,7 +168,7 @@ class Step:
             if self.gate is None:
                 self.report(f"{self.workload.id}: computing the truth")
                 self.gate = Gate(tensors, self.settings.seed)
-            verdict = self.gate.judge(results)
+            verdict = self.gate.judge(results, contender.precision, bool(contender.forward_only))
             del results
             row |= {"status": verdict.status, "gate": verdict.to_json()}
             if verdict.status == WRONG:

@@ -237,6 +237,22 @@ def pair(device: torch.device, quick: bool) -> Suite:
     return Suite("pair", "a dense pair bias with its gradient", SPEED, workloads, contenders, rounds=2, plain=shapes.plain)
 
 
+def fp8(device: torch.device, quick: bool) -> Suite:
+    """The forward in e4m3 beside those of 16 bits, on shapes of `plain`; the backward is that of 16 bits, and only judged."""
+    on_gpu = device.type == "cuda"
+    tokens, width = (TOKENS, WIDTH) if on_gpu else (512, 128)
+    lengths = (16384, 4096)[: 1 if quick else 2] if on_gpu else (256,)
+    cases = [
+        _square(f"plain,d={d},s={s},{'causal' if causal else 'full'}", s, tokens // s, width // d, d, causal=causal)
+        for d in ((128, 256, 64) if on_gpu else (64,))
+        for s in lengths
+        for causal in (False, True)
+    ]
+    peers = ("sdpa-cudnn", "fa3") if on_gpu else ("sdpa-flash",)
+    contenders = ("backlight", "backlight:fp8", "backlight:fp8-given", *peers)
+    return Suite("fp8", "e4m3 beside 16 bits, forward", SPEED, _in(cases, BF16), contenders, phases=("forward",))
+
+
 def cpu(device: torch.device, quick: bool) -> Suite:
     """Sizes a processor can bear, fp32 and bf16; the S = 4096 rows carry the project's own bars."""
     s = 1024 if quick else 4096
@@ -311,6 +327,7 @@ SUITES: dict[str, Callable[[torch.device, bool], Suite]] = {
     "masks": masks,
     "entmax": entmax,
     "pair": pair,
+    "fp8": fp8,
     "cpu": cpu,
     "smoke": smoke,
     "memory": memory,

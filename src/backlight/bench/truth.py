@@ -17,7 +17,7 @@ from torch import Tensor
 from backlight.bench.room import available_bytes
 from backlight.call import Call
 from backlight.problems.axes import KEY_GRADIENTS, ROW_GRADIENTS, Sizes, cut, cut_call, tensors_of, with_tensors
-from backlight.problems.problem import Problem
+from backlight.problems.problem import Arithmetic, Problem
 from backlight.reference import Trace
 from backlight.spec import OF_PAIRS, PER_HEAD, Segment
 
@@ -78,13 +78,13 @@ def narrowed(call: Call, part: Slice) -> Call:
     return with_tensors(own, {name: x.detach() for name, x in tensors_of(own).items()})
 
 
-def problem_of(call: Call, dy: Tensor) -> Problem:
+def problem_of(call: Call, dy: Tensor, arithmetic: Arithmetic | None = None) -> Problem:
     """A problem whose truth and yardsticks were computed piece by piece."""
-    whole = Problem(call, dy)
+    whole = Problem(call, dy, arithmetic=arithmetic)
     parts = {kind: _Assembly(call, squares=kind == "noise") for kind in ("truth", "noise", "eager", "flashlike", "kink")}
     kinked = False
     for piece, z, rows, keys in pieces(call):
-        small = Problem(piece, dy[z.batch : z.batch + 1, :, rows])
+        small = Problem(piece, dy[z.batch : z.batch + 1, :, rows], arithmetic=arithmetic)
         kink = small.kink
         kinked = kinked or kink is not None
         values = {"truth": small.truth, "noise": small.noise, "eager": small.eager, "flashlike": small.flashlike}

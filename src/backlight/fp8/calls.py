@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -102,6 +103,8 @@ def backward(
         (q, k, v), offset, mean = rounded(*args)
     else:
         (q, k, v), offset, mean = rounded_of(queries_of(call, keys))
+    # lse of a row that sees nothing is no function of anything
+    dlse = None if dlse is None else dlse.masked_fill(lse == -math.inf, 0)
     spec = call.spec.replace(sink=False, scale=call.scale)
     inner = replace(call, spec=spec, q=q, k=k, v=v, sink=None)
     wanted = tuple(need and name != "dsink" for name, need in zip(GRADIENTS, needs, strict=True))

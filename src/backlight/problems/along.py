@@ -13,7 +13,7 @@ from backlight.call import Call
 from backlight.problems.axes import tensors_of
 from backlight.problems.kink import FLIPPED
 from backlight.problems.noise import wobble
-from backlight.problems.problem import Problem, recast
+from backlight.problems.problem import FIELDS, Problem, recast
 from backlight.reference import Oracle, Trace
 from backlight.reference.tangent import FORWARD_MODE, TANGENTS, eager_tangent, flashlike_tangent, tangent
 from backlight.reference.trace import Stage
@@ -37,8 +37,7 @@ class Along(Problem):
 
     @staticmethod
     def direction(problem: Problem, tangents: Mapping[str, Tensor]) -> Along:
-        fields = (problem.call, problem.dy, problem.dlse, problem.recipe, problem.seed)
-        return Along(*fields, tangents, base=problem)
+        return Along(**{name: getattr(problem, name) for name in FIELDS}, tangents=tangents, base=problem)
 
     @cached_property
     def truth(self) -> Trace:

@@ -21,18 +21,33 @@ from backlight.problems.noise import noise
 from backlight.reference import GRADIENTS, OUTPUTS, Oracle, Trace, eager, flashlike, oracle
 
 KEPT = (*OUTPUTS, *GRADIENTS, "o", "u", "delta", "p_sink")
+FIELDS = ("call", "dy", "dlse", "recipe", "seed", "arithmetic")
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What a kernel computes in where that is less than the dtype of its inputs: name, eps, and both yardsticks in it."""
+
+    name: str
+    eps: float
+    eager: Callable[..., Trace]
+    flashlike: Callable[..., Trace]
 
 
 @dataclass
 class Problem:
-    """One call with its incoming gradients; truth and yardsticks are computed on first use and kept."""
+    """One call with its incoming gradients; truth and yardsticks are computed on first use and kept.
+
+    arithmetic: None is that of the inputs' dtype.
+    """
 
     call: Call
     dy: Tensor
     dlse: Tensor | None = None
     recipe: str = "gaussian"
     seed: int = 0
+    arithmetic: Arithmetic | None = None
 
     @cached_property
     def units(self) -> dict[tuple[str, torch.dtype], Any]:
@@ -49,11 +64,11 @@ class Problem:
 
     @cached_property
     def eager(self) -> Trace:
-        return self._yardstick(eager)
+        return self._yardstick(eager if self.arithmetic is None else self.arithmetic.eager)
 
     @cached_property
     def flashlike(self) -> Trace:
-        return self._yardstick(flashlike)
+        return self._yardstick(flashlike if self.arithmetic is None else self.arithmetic.flashlike)
 
     @cached_property
     def kink(self) -> Trace | None:
@@ -66,15 +81,23 @@ class Problem:
 
     @property
     def sixteen_bit(self) -> bool:
-        return self.call.q.dtype in SIXTEEN_BIT
+        """In 16 bits or fewer."""
+        return self.call.q.dtype in SIXTEEN_BIT or self.arithmetic is not None
 
     @property
     def eps(self) -> float:
-        return torch.finfo(self.call.q.dtype).eps
+        """Of results: another order of sums moves them by a few of these."""
+        own = torch.finfo(self.call.q.dtype).eps
+        return own if self.arithmetic is None else max(own, torch.finfo(torch.bfloat16).eps)
+
+    @property
+    def unit(self) -> float:
+        """Eps of the operands of products."""
+        return self.eps if self.arithmetic is None else self.arithmetic.eps
 
     def _yardstick(self, run: Callable[..., Trace]) -> Trace:
         """The yardstick's values; a float64 problem borrows the fp32 error, scaled down, since fp64 is the oracle itself."""
-        if self.call.q.dtype != torch.float64:
+        if self.call.q.dtype != torch.float64 or self.arithmetic is not None:
             return run(self.call, self.dy, self.dlse, KEPT)
         lower = recast(self.call, torch.float32)
         dlse = None if self.dlse is None else self.dlse.float()
@@ -84,7 +107,7 @@ class Problem:
 
     def replace(self, **changes: Any) -> Problem:
         """The same problem with some fields changed; nothing that was computed is carried over."""
-        kept: dict[str, Any] = {n: changes.get(n, getattr(self, n)) for n in ("call", "dy", "dlse", "recipe", "seed")}
+        kept: dict[str, Any] = {n: changes.get(n, getattr(self, n)) for n in FIELDS}
         return Problem(**kept)
 
 
@@ -104,4 +127,4 @@ def shrink(problem: Problem, length: int = 256, heads: int = 2) -> Problem | Non
     ranges = {"batch": slice(b), "heads": slice(hq), "kv_heads": slice(hkv), "rows": slice(length), "keys": slice(length)}
     part = cut_call(call, ranges)
     smaller = with_tensors(part, {name: x.contiguous() for name, x in tensors_of(part).items()})
-    return Problem(smaller, problem.dy[:b, :hq, :length].contiguous(), None, problem.recipe, problem.seed)
+    return problem.replace(call=smaller, dy=problem.dy[:b, :hq, :length].contiguous(), dlse=None)

@@ -7,7 +7,7 @@ import importlib.util
 import torch
 
 from backlight.bench.contender import Adapter, Contender
-from backlight.bench.contenders import cuequivariance, eager, fa3, flex, ours, sdpa
+from backlight.bench.contenders import cuequivariance, e4m3, eager, fa3, flex, ours, sdpa
 from backlight.bench.workload import Tensors, Workload
 
 
@@ -31,6 +31,7 @@ def adapters() -> dict[str, Adapter]:
     """Every adapter, ours first."""
     found: tuple[Adapter, ...] = (
         *ours.adapters(),
+        *e4m3.ADAPTERS,
         *sdpa.ADAPTERS,
         *flex.ADAPTERS,
         *fa3.ADAPTERS,

@@ -31,10 +31,10 @@ class Ours:
 
     def build(self, tensors: Tensors) -> Contender:
         call = tensors.call
-        options: dict[str, Any] = call.spec.options | {"mask": _mask(tensors), "backend": self.backend}
+        options: dict[str, Any] = call.spec.options | {"mask": mask_of(tensors), "backend": self.backend}
         leaves, dy = leaves_of(tensors), tensors.dy
         if call.varlen:
-            leaves, dy = leaves_of(tensors, _packed), _packed(dy).contiguous()
+            leaves, dy = leaves_of(tensors, packed_rows), packed_rows(dy).contiguous()
             options |= {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
         attend = backlight.attention_varlen if call.varlen else backlight.attention
         chosen = backlight.explain(**(leaves | options))
@@ -46,12 +46,12 @@ class Ours:
             leaves,
             dy,
             lambda **inputs: attend(**inputs, **options),
-            canonical=_canonical if call.varlen else lambda x: x,
+            canonical=canonical_rows if call.varlen else lambda x: x,
             detail=", ".join(filter(None, (f"{chosen.chosen}, {chosen.config}", chosen.documents))),
         )
 
 
-def _mask(tensors: Tensors) -> Mask | None:
+def mask_of(tensors: Tensors) -> Mask | None:
     """The mask as its user would make it: documents by their lengths, everything else of its intervals."""
     call = tensors.call
     kind, _, lengths = str(tensors.workload.case.mask).partition(":")
@@ -62,12 +62,12 @@ def _mask(tensors: Tensors) -> Mask | None:
     return None if call.rows is None else Mask(call.rows, call.pos)
 
 
-def _packed(x: Tensor) -> Tensor:
+def packed_rows(x: Tensor) -> Tensor:
     """[1,H,T,D] -> [T,H,D]."""
     return x[0].transpose(0, 1)
 
 
-def _canonical(x: Tensor) -> Tensor:
+def canonical_rows(x: Tensor) -> Tensor:
     return x.transpose(0, 1)[None]
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 LEAST_ALPHA, MOST_ALPHA = 1.05, 2
 LEVELS = ("quick", "full", "forensic", "adversarial")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+PRECISIONS = ("fp8",)
 FORMATS = ("text", "line", "json", "sarif")
 LAYOUTS = ("auto", "BHSD", "BSHD", "packed")
 TIMEOUT = "300"
@@ -70,6 +71,10 @@ class Asked:
     level: Annotated[
         str, EXAMINATION(help="quick (seconds), full (a minute), forensic (everything), adversarial (made for the test?).")
     ] = "quick"
+    precision: Annotated[
+        str | None,
+        EXAMINATION(metavar="fp8", help="Judge by what a kernel of this precision can do; ours compute in it."),
+    ] = None
     against: Annotated[str | None, EXAMINATION(metavar="SUBJECT", help="Judge this reference of yours too.")] = None
     report: Annotated[
         Path | None,
@@ -133,7 +138,7 @@ class Asked:
         held = [name for name in ("bias", "tau", "entmax") if name in tensors and name in self.typed]
         if held:
             raise ValueError(f"{option(held[0])} would be ignored: {self.capture} holds {held[0]}")
-        kept = {name: settings[name] for name in ("seed", "level", "device", "bias", "tau", "entmax")}
+        kept = {name: settings[name] for name in ("seed", "level", "device", "precision", "bias", "tau", "entmax")}
         return Case.captured(tensors, spec, **kept)
 
     def writable(self) -> None:
@@ -179,6 +184,7 @@ class Asked:
             "seed": whole("--seed", self.seed, least=0),
             "level": one_of("--level", self.level, LEVELS),
             "device": self.device,
+            "precision": None if self.precision is None else one_of("--precision", self.precision, PRECISIONS),
             "bias": whole("--bias", self.bias),
             "tau": number("--tau", self.tau),
             "entmax": self._alpha(),

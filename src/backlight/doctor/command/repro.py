@@ -70,6 +70,7 @@ def script(case: Case, subject: str, finding: Finding, steps: Sequence[str] = ()
         "seed": case.seed,
         "level": case.level,
         "device": str(case.device),
+        "precision": case.precision,
         "bias": case.bias if case.spec.bias else None,
         "tau": case.tau if case.spec.tau else None,
         "entmax": case.entmax if case.spec.entmax else None,
@@ -77,7 +78,7 @@ def script(case: Case, subject: str, finding: Finding, steps: Sequence[str] = ()
     arguments = [f"{name}={value!r}" for name, value in drawn.items() if value is not None]
     if case.lengths is not None:
         arguments.append(f"cu_seqlens=torch.tensor({[0, *accumulate(case.lengths)]}, dtype=torch.int32)")
-    names = ("level", "device", "seed", "bias", "tau", "entmax")
+    names = ("level", "device", "seed", "precision", "bias", "tau", "entmax")
     kept = [f"{name}={drawn[name]!r}" for name in names if drawn[name] is not None]
     settings = ", ".join(["spec", *kept])
     return TEMPLATE.format(
@@ -89,7 +90,8 @@ def script(case: Case, subject: str, finding: Finding, steps: Sequence[str] = ()
         smaller=f"Shrunk:   {in_docstring('; '.join(steps))}\n" if steps else "",
         path_import="from pathlib import Path\n" if captured else "",
         case_import=CASE_IMPORT if captured else "",
-        layout=f", layout={layout!r}" if layout != "auto" else "",
+        layout=(f", layout={layout!r}" if layout != "auto" else "")
+        + ("" if case.precision is None else f", precision={case.precision!r}"),
         spec=", ".join(f"{name}={value!r}" for name, value in case.differences().items()),
         prepare=f"case = Case.captured(load_capture(Path(__file__).with_name({INPUTS!r})), {settings})\n" if captured else "",
         arguments="case.arguments()" if captured else "dict(\n" + "".join(f"    {word},\n" for word in arguments) + ")",

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from backlight.doctor.subject.subject import Subject
 
 
-def resolve(subject: str, layout: str = "auto") -> Subject:
-    """A subject by its name."""
+def resolve(subject: str, layout: str = "auto", precision: str | None = None) -> Subject:
+    """A subject by its name; names of ours compute in the precision."""
     from dataclasses import replace
 
     import backlight
@@ -21,7 +21,7 @@ def resolve(subject: str, layout: str = "auto") -> Subject:
     from backlight.doctor.subject import names
     from backlight.doctor.subject.subject import Subject
 
-    own = subject == "backlight" or subject in registry.names()
+    own = subject in ("backlight", names.EMULATED) or subject in registry.names()
     if subject in names.NAMED or subject.startswith("sdpa:") or own:
         reads = ("auto", "BHSD", "packed") if own else ("auto", "BHSD")
         if layout not in reads:
@@ -31,7 +31,7 @@ def resolve(subject: str, layout: str = "auto") -> Subject:
     if subject.startswith("demo:"):
         return stories.subject_of(subject.removeprefix("demo:"))
     if own:
-        return names.own(subject, backlight.attention, backlight.attention_varlen, layout)
+        return names.own(subject, backlight.attention, backlight.attention_varlen, layout, precision)
     if ":" not in subject:
         known = [*names.NAMED, "backlight", *registry.names()]
         raise names.UnknownSubject(f"no kernel is called {subject!r}; there are {', '.join(known)}, or write file.py:function")
@@ -44,7 +44,8 @@ def own_kernels() -> list[tuple[str, str]]:
     from backlight import registry
 
     backends = [(name, registry.get(name).summary) for name in registry.names()]
-    return [("backlight", "the public call, its own choice of backend"), *backends]
+    in_e4m3 = ("emulated", "the public call in e4m3, emulated in PyTorch; with --precision fp8, like backlight and hopper")
+    return [("backlight", "the public call, its own choice of backend"), *backends, in_e4m3]
 
 
 def version() -> str:
@@ -60,8 +61,8 @@ def examiner(subject: str, case: Case, layout: str = "auto", against: str | None
     from backlight.doctor.subject.names import NAMED
 
     packs = case.packed and layout == "auto" and subject not in NAMED and not subject.startswith(("sdpa:", "demo:"))
-    target = resolve(subject, "packed" if packs else layout)
-    reference = None if against is None else resolve(against)
+    target = resolve(subject, "packed" if packs else layout, case.precision)
+    reference = None if against is None else resolve(against, precision=case.precision)
 
     def run(case: Case) -> Report:
         report = diagnose(target, case.spec, against=reference, **case.arguments())

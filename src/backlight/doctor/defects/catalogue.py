@@ -16,6 +16,7 @@ from backlight.doctor.defects import (
     borrowed,
     calls,
     columns,
+    eight_bits,
     elsewhere,
     heads,
     hidden,
@@ -68,10 +69,13 @@ DEFECTS: tuple[Defect, ...] = (
     *pairs.DEFECTS,
     *sparse.DEFECTS,
     *tangents.DEFECTS,
+    *eight_bits.DEFECTS,
 )
 # forward mode has a search of its own: what it computes and what the two other directions do go wrong apart
 OF_TANGENTS: tuple[Defect, ...] = tuple(tangents.DEFECTS)
-OF_VALUES: tuple[Defect, ...] = tuple(defect for defect in DEFECTS if defect not in OF_TANGENTS)
+# of kernels that round to 8 bits: nothing else can have them
+OF_EIGHT_BITS: tuple[Defect, ...] = tuple(eight_bits.DEFECTS)
+OF_VALUES: tuple[Defect, ...] = tuple(defect for defect in DEFECTS if defect not in (*OF_TANGENTS, *OF_EIGHT_BITS))
 BY_ID: dict[str, Defect] = {defect.id: defect for defect in DEFECTS}
 OPEN = Defect(
     "open",

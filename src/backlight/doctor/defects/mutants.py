@@ -237,10 +237,10 @@ def run(
         return value if storage is None or name not in OPERANDS else value.to(storage).to(dtype)
 
     seen = mutant.sees(call)
-    if seen.k.shape != call.k.shape:
+    if seen.k.shape[:3] != call.k.shape[:3]:
         # the mutant counts key/value heads otherwise
         only = None
-    if seen.q.shape != call.q.shape:
+    if seen.q.shape[:3] != call.q.shape[:3]:
         only, dlse = None, None if dlse is None else relayout(dlse, seen)
     if truth is not None and not mutant.forward_changed:
         forward: Mapping[str, Tensor] = {name: truth[name] for name in SAVED_ROWS}
@@ -253,7 +253,7 @@ def run(
         saved = mutant.saved({name: forward[name] for name in SAVED_ROWS}, seen)
         stages = BACKWARD_HALF | {name: Stage.of(f, name) for name, f in mutant.backward.items()}
         backward_call = mutant.sees_backward(seen)
-        gradient = mutant.gradient(dy if seen.q.shape == call.q.shape else relayout(dy, seen), backward_call)
+        gradient = mutant.gradient(dy if seen.q.shape[:3] == call.q.shape[:3] else relayout(dy, seen), backward_call)
         saved |= mutant.borrowed(saved, gradient.to(dtype))
         half = Half(stages, dtype, rounding, mutant.kv_backward, saved, mutant.combine, mutant.combined, only)
         unknown = [name for name in call.gradients if name not in GRADIENT_STAGES]

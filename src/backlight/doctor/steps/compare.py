@@ -123,11 +123,11 @@ class Units:
 
     def __init__(self, name: str, problem: Problem, dtype: torch.dtype):
         key = TRUTH_OF.get(name, name)
-        self.truth = problem.truth[key]
+        self.key, self.truth = key, problem.truth[key]
         self.finite = torch.isfinite(self.truth)
         self.count = to_cells(self.finite.double())
         self.rounding = ROUNDING * torch.finfo(dtype).eps
-        self.rounding_noise = problem.eps * (ROUNDING if problem.sixteen_bit else REORDERING)
+        self.rounding_noise = problem.unit * (ROUNDING if problem.sixteen_bit else REORDERING)
         self.problem = problem
         wide = torch.finfo(problem.call.accumulator_dtype)
         # below these sizes numbers lose digits whatever the algorithm does
@@ -159,10 +159,14 @@ class Units:
             share = share.clamp(min=ROUNDING / rows**0.5)
         if not self.problem.sixteen_bit:
             share = share + REORDERING
-        floor = self.problem.eps * share * self.rms(self.noise, dims) + self.absolute
+        floor = self.problem.unit * share * self.rms(self.noise, dims) + self.absolute
         return floor if self.kink is None else floor + self.rms(self.kink, dims)
 
     def unit(self, error: Tensor, dims: tuple[int, ...]) -> Tensor:
+        if dims == CELL and self.key == "lse" and self.problem.arithmetic is not None:
+            # rounded scores of few keys decide an lse: their errors vary from cell to cell more than they do elsewhere
+            spread = self.rms(error, OF_ONE)[..., None]
+            return torch.maximum(self.rms(error, dims), spread) + self.floor(dims)
         return self.rms(error, dims) + self.rounding * self.rms(self.magnitude, dims) + self.floor(dims)
 
 
@@ -174,6 +178,7 @@ def units_of(name: str, problem: Problem, dtype: torch.dtype) -> Units:
     return kept[name, dtype]
 
 
+OF_ONE = (2, 3, 4)
 CELL, HEAD, WHOLE = (3, 4), (0, 2, 3, 4), (0, 1, 2, 3, 4)
 
 
@@ -237,7 +242,8 @@ def _gains(name: str, x: Tensor, units: Units) -> tuple[float, list[float], floa
         many = units.count.sum(HEAD) * cells.shape[-1] >= GAIN_ELEMENTS
         limit = torch.where(many, limit.clamp(min=GAIN_FAIL), limit.clamp(min=2 * GAIN_FAIL))
         relative = ratio(units.rms(units.eager, HEAD), units.rms(reference, HEAD))
-        limit = torch.where(relative > AMPLIFIED * units.problem.eps, torch.maximum(limit, 2 * relative), limit)
+        amplified = (relative > AMPLIFIED * units.problem.eps) | (units.problem.arithmetic is not None)
+        limit = torch.where(amplified, torch.maximum(limit, 2 * relative), limit)
     else:
         limit = limit.clamp(min=64 * units.problem.eps)
     off = (gains - 1).abs()

@@ -35,6 +35,9 @@ def run(sheet: Sheet, bench: Bench) -> None:
     """Adds probes, stage rows, pictures and findings to the sheet."""
     steps: list[Callable[[Sheet, Bench], None]] = [_tomography, _exact, _through_lse, hard_inputs.run, hard_inputs.far_below]
     steps.append(rounding.run)
+    if sheet.problem.arithmetic is not None:
+        # these read results that were rounded to 16 bits, no coarser
+        steps = [step for step in steps if step not in (_tomography, _exact, hard_inputs.far_below)]
     if sheet.level == "forensic":
         steps.append(_lengths)
     for step in steps:

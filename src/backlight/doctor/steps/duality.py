@@ -63,7 +63,7 @@ def _floor(problem: Along, dtypes: Mapping[str, torch.dtype]) -> Tensor:
 
 def _expected(problem: Along, dtypes: Mapping[str, torch.dtype]) -> Tensor:
     """Root of the summed variances: rounding of the results, and of every summand behind them."""
-    unit = problem.eps * (ROUNDING if problem.sixteen_bit else REORDERING)
+    unit = problem.unit * (ROUNDING if problem.sixteen_bit else REORDERING)
     variances = {}
     for key, dtype in dtypes.items():
         own = ROUNDING * torch.finfo(dtype).eps * problem.truth[key]

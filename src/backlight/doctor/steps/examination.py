@@ -33,6 +33,7 @@ from backlight.doctor.steps import (
 )
 from backlight.doctor.steps.bench import Bench
 from backlight.doctor.steps.compare import TRUTH_OF, Comparison, compare, judged
+from backlight.doctor.steps.eight_bits import examining as eight_bits
 from backlight.doctor.steps.environment import self_check
 from backlight.doctor.steps.explain import Explanation, explain
 from backlight.doctor.steps.fresh import MEMORY
@@ -65,6 +66,7 @@ def diagnose(
     level: str = "quick",
     against: Any = None,
     limits: Limits | None = None,
+    precision: str | None = None,
     **settings: Unpack[Settings],
 ) -> Report:
     """Examine an attention kernel and say what is wrong with it.
@@ -80,13 +82,14 @@ def diagnose(
     against:  a reference of yours: it is judged by the same oracle, because a wrong reference looks like a wrong kernel.
     limits:   `doctor.Limits(seconds=60)`: examine in a child process (Linux), which may hang, crash or run out of memory; None
               examines here.
+    precision: "fp8": judge as a kernel of 8 bits (docs/doctor-fp8.md).
     settings: `do`, the incoming gradient [B,Hq,Sq,Dv]; learned terms by name; `mask`, which a subject gets as `mask` or as the
               tensors `rows` and `pos`; `cu_seqlens`; and what is drawn, as above.
     """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
     started = time.perf_counter()
-    problem = inputs.problem_of(spec, q, k, v, **settings)
+    problem = eight_bits.judged_as(inputs.problem_of(spec, q, k, v, **settings), precision)
     examined, reference = Subject.of(subject), None if against is None else Subject.of(against)
 
     def run() -> Report:
@@ -119,7 +122,7 @@ def run_once(subject: Any, spec: AttentionSpec, *tensors: Tensor | None, **setti
 
     Takes the arguments of `diagnose`; what only an examination needs (level, against) is ignored.
     """
-    drawn = {name: value for name, value in settings.items() if name not in ("level", "against")}
+    drawn = {name: value for name, value in settings.items() if name not in ("level", "against", "precision")}
     problem = inputs.problem_of(spec, *tensors, **drawn)
     examined = Subject.of(subject)
     if examined.layout == "auto":
@@ -170,24 +173,26 @@ class Examination(Sheet):
     # --- the steps ----------------------------------------------------------------------------------------------------------
 
     def examine(self, observed: Observed, values: dict[str, Tensor]) -> None:
+        first = eight_bits.recognised(self, observed, look(self.problem, values), values)
         problem = self.problem
-        first = look(problem, values)
         for name, x in first.misshapen.items():
             wanted = tuple(problem.truth[TRUTH_OF.get(name, name)].shape)
             self.add(Finding("open", f"{name} has shape {tuple(x.shape)} instead of {wanted}", stage=name, score=90.0))
         comparisons = first.comparisons
         self.rows = first.rows
         self._observed_faults(observed)
-        seen = forward_mode.look(self, observed, values)
+        seen = None if problem.arithmetic is not None else forward_mode.look(self, observed, values)
         bench = self._probe(observed)
         explained = self._explain_what_remains(bench, first)
         if seen is not None:
             forward_mode.conclude(self, seen, comparisons, explained)
             if self.level != "quick":
                 forward_mode.common_tangent(self)
+        if problem.arithmetic is not None:
+            eight_bits.run(self, bench)
         tangents = {} if seen is None else seen.comparisons
         self._nonfinite(comparisons | tangents)
-        if not any(f.severity != "note" for f in self.findings):
+        if not any(f.severity != "note" for f in self.findings) and not eight_bits.explained(self, first.known, comparisons):
             found = signed.cut(problem, comparisons) or verdict.precision_finding(problem, comparisons, self.probes)
             found = found or verdict.coarse_tangents(problem, tangents)
             if found is not None:
@@ -329,6 +334,8 @@ class Examination(Sheet):
     ) -> Explanation | None:
         """Step 5: a name for what the comparison saw, returned where a mutant has it."""
         bad = [c for c in comparisons.values() if c.bad]
+        if bad and eight_bits.explained(self, values, comparisons):
+            return None
         broken_laws = [i for i in laws if not i.holds]
         if not bad and not broken_laws:
             return None

@@ -31,7 +31,7 @@ HARD = {
 }
 LENGTH = 256
 # at `quick`: positions, more keys than rows, and how far off is wrong beyond doubt
-SHORT, MORE_KEYS, GROSS = 72, 37, 0.25
+SHORT, MORE_KEYS, GROSS, NOTHING_LEFT = 72, 37, 0.25, 1.0
 # far below what any start value of a running maximum may be; fp32 still tells scores apart there
 FAR = 80000.0
 
@@ -46,7 +46,7 @@ def run(sheet: Sheet, bench: Bench) -> None:
         if problem is None or problem.recipe == bench.problem.recipe:
             continue
         seen = _look(bench, problem)
-        wrong = [name for name, c in seen.comparisons.items() if c.bad]
+        wrong = [name for name, c in seen.comparisons.items() if c.bad and (problem.arithmetic is None or _gross(c, problem))]
         excuse = prescaled.folded(problem, seen.known) if wrong else ""
         if excuse:
             sheet.probes.append(Probe(f"inputs {recipe}", True, f"right for a kernel in which {excuse}"))
@@ -77,7 +77,7 @@ def low_scores(sheet: Sheet, bench: Bench) -> None:
         first = str(error).splitlines()[0][:200] if str(error) else repr(error)
         sheet.probes.append(Probe("low scores", None, f"the subject refused {rows} rows and {keys} keys: {first}"))
         return
-    wrong = [n for n, c in seen.comparisons.items() if c.bad and (bool(c.nonfinite.any()) or not c.relative <= GROSS)]
+    wrong = [n for n, c in seen.comparisons.items() if c.bad and _gross(c, problem)]
     sheet.probes.append(
         Probe("low scores", not wrong, f"{', '.join(wrong)} wrong on {words}" if wrong else f"right on {words}")
     )
@@ -122,6 +122,12 @@ def far_below(sheet: Sheet, bench: Bench) -> None:
     sheet.add(found)
 
 
+def _gross(c: Comparison, problem: Problem) -> bool:
+    """Wrong beyond doubt: 8 bits leave little of scores that are large and nearly equal."""
+    most = GROSS if problem.arithmetic is None else NOTHING_LEFT
+    return bool(c.nonfinite.any()) or not c.relative <= most
+
+
 def drawn(problem: Problem, recipe: str, rows: int | None = None, keys: int | None = None) -> Problem | None:
     """The same kind of problem with inputs of a recipe, at most LENGTH positions; None where that cannot be."""
     call = problem.call
@@ -138,7 +144,8 @@ def drawn(problem: Problem, recipe: str, rows: int | None = None, keys: int | No
         "dtype": call.q.dtype,
         "device": call.q.device,
     }
-    return inputs.make(call.spec, (min(b, 1), hq, sq, d), recipe=recipe, seed=problem.seed, **settings, **own)
+    made = inputs.make(call.spec, (min(b, 1), hq, sq, d), recipe=recipe, seed=problem.seed, **settings, **own)
+    return made.replace(arithmetic=problem.arithmetic)
 
 
 def _look(bench: Bench, problem: Problem) -> Look:

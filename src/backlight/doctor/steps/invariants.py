@@ -91,7 +91,7 @@ def identities(problem: Problem, values: Mapping[str, Tensor]) -> list[Identity]
     exact = {"o": problem.truth.y} | {n: problem.truth[n] for n in ("dq", "dk", "dv")}
     floors = _residuals(sides(call, problem.dy, {n: x.to(dtype) for n, x in exact.items()}, shift))
     floors = {n: torch.maximum(floors[n], expected) for n, expected in _expected(problem).items()}
-    if not problem.sixteen_bit:
+    if not problem.sixteen_bit or problem.arithmetic is not None:
         for yardstick in (problem.eager, problem.flashlike):
             other = {"o": yardstick["y"]} | {n: yardstick[n] for n in ("dq", "dk", "dv")}
             for n, residual in _residuals(sides(call, problem.dy, other, shift)).items():
@@ -113,7 +113,7 @@ def identities(problem: Problem, values: Mapping[str, Tensor]) -> list[Identity]
 def _expected(problem: Problem) -> dict[str, Tensor]:
     """Expected residuals [Z, Hkv] when every summand is rounded once: where truth is 0, rounding the truth tells nothing."""
     call, hkv = problem.call, problem.call.k.shape[1]
-    unit = problem.eps * (ROUNDING if problem.sixteen_bit else REORDERING)
+    unit = problem.unit * (ROUNDING if problem.sixteen_bit else REORDERING)
     # |x_i|^2 |noise of y_i|^2 summed over i is the squared Frobenius norm of xT y's error
     pairs = {"I1": (("q", "dq"), ("k", "dk")), "I2": (("dy", "y"), ("v", "dv"))}
     tensors = {"q": call.q, "k": call.k, "v": call.v, "dy": problem.dy}

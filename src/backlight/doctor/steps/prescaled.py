@@ -29,7 +29,7 @@ ESTABLISHED = "established (an oracle that rounds so reproduces the data)"
 def folded(problem: Problem, values: Mapping[str, Tensor], bad: Sequence[Comparison] = ()) -> str:
     """Which operand was scaled and rounded before the product, where that reproduces all of `values`, and those that are
     `bad` far better than the truth does; else ''."""
-    if not problem.sixteen_bit:
+    if not problem.sixteen_bit or problem.arithmetic is not None:
         return ""
     observations = observed(problem, values)
     evaluate = evaluation(problem, observations)

@@ -45,7 +45,8 @@ def run(sheet: Sheet, bench: Bench) -> None:
         return
     if call.q.shape[3] < 4 or any(row.status != "ok" for row in sheet.rows):
         return
-    sheet.probes += [found for found in (_ties(sheet, bench), _growth(sheet, bench)) if found is not None]
+    looks = (_ties, _growth) if bench.problem.arithmetic is None else (_growth,)
+    sheet.probes += [found for look in looks if (found := look(sheet, bench)) is not None]
 
 
 # --- ties (105, 107) ---------------------------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ def _growth(sheet: Sheet, bench: Bench) -> Probe | None:
     slope = (drift[-1] - drift[0]) / (lengths[-1] - lengths[0])
     words = f"o leans by {drift[0]:+.1g} at {lengths[0]} keys and {drift[-1]:+.1g} at {lengths[-1]}: {slope:+.1g} per key"
     if abs(slope) > SLOPE:
-        sheet.add(_finding("sum-drifts", f"growth: {words}"))
+        sheet.add(_finding("sum-drifts" if bench.problem.arithmetic is None else "e4m3-sum-cut", f"growth: {words}"))
     return Probe("growth", abs(slope) <= SLOPE, words, data={"lengths": list(lengths), "lean": drift})
 
 

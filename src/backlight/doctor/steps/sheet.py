@@ -154,6 +154,8 @@ def describe_problem(problem: Problem, level: str) -> dict[str, Any]:
     found: dict[str, Any] = {"recipe": problem.recipe, "seed": problem.seed, "dtype": str(call.q.dtype)[6:], "level": level}
     found["shapes"] = {name: list(x.shape) for name, x in tensors_of(call).items()}
     found["strides"] = {n: list(getattr(call, n).stride()) for n in ("q", "k", "v")}
+    if problem.arithmetic is not None:
+        found["precision"] = problem.arithmetic.name
     if call.varlen:
         found["cu_seqlens_q"], found["cu_seqlens_k"] = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()  # type: ignore
     return found

@@ -28,7 +28,7 @@ def lean(x: Tensor, truth: Tensor) -> tuple[float, float]:
 def cut(problem: Problem, comparisons: Mapping[str, Comparison]) -> Finding | None:
     """A finding where the errors of a 16-bit kernel lean towards zero by less than eps and in nearly all rows."""
     looked = {n: comparisons[n] for n in LOOKED_AT if n in comparisons}
-    if not problem.sixteen_bit or not {"o", "dq", "dk", "dv"} <= looked.keys():
+    if not problem.sixteen_bit or problem.arithmetic is not None or not {"o", "dq", "dk", "dv"} <= looked.keys():
         return None
     if any(bool(c.nonfinite.any() or c.stray_zeros.any()) or not c.rho_a <= RHO_FAIL for c in comparisons.values()):
         return None

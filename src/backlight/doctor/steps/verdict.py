@@ -28,12 +28,16 @@ from backlight.reference.eager import UNROUNDED
 
 # excess over a flash kernel in the backward alone, or in the forward too: 16-bit sums, or 16-bit scores
 EXCESS = 1.15
+# the few rounded scores behind an lse of 8 bits agree between two kernels in their size, and not in their mean
+RHO_B_LSE = 3.0
 WRONG = ("culprit", "inherited", "suspect")
 ORDER = ("s", "p", "lse", "o", "p (bwd)", *STAGE_ORDER[4:], *FORWARD_MODE)
 
 
 def precision_limit(problem: Problem, name: str = "o") -> float:
     """rho_B that counts as a loss of precision; lse and learned terms stay fp32 whatever the inputs are."""
+    if problem.arithmetic is not None and name == "lse":
+        return RHO_B_LSE
     return RHO_B if problem.sixteen_bit and name not in ("lse", "tlse") else RHO_B_WIDE
 
 
@@ -271,6 +275,8 @@ def precision_finding(problem: Problem, comparisons: Mapping[str, Comparison], p
     rounding of the output, which hides the 16-bit sum of a few hundred numbers; the probe does not depend on how many there
     are: a kernel with fp32 sums passes it whatever their order, and partial sums that do not fit 16 bits come out wrong.
     """
+    if problem.arithmetic is not None:
+        return None
     exact = next((p for p in probes if p.name == "exact arithmetic" and p.passed is False), None)
     inexact = exact.data["wrong"] if exact is not None and problem.sixteen_bit else {}
     low = [c for c in comparisons.values() if not c.bad and not c.rho_b <= precision_limit(problem, c.name)]
@@ -320,7 +326,12 @@ def coarse_tangents(problem: Problem, tangents: Mapping[str, Comparison]) -> Fin
 
 def precision_hint(problem: Problem, comparisons: Mapping[str, Comparison]) -> str:
     """A sentence for `quick`, which has no exact-arithmetic probe: the backward is coarser than a flash kernel's, o is not."""
-    if not problem.sixteen_bit or "o" not in comparisons or not comparisons["o"].versus_flash <= EXCESS:
+    if (
+        not problem.sixteen_bit
+        or problem.arithmetic is not None
+        or "o" not in comparisons
+        or not comparisons["o"].versus_flash <= EXCESS
+    ):
         return ""
     coarse = [c for c in comparisons.values() if c.name in ("dq", "dk", "dv") and not c.versus_flash <= RHO_B]
     if not coarse:
@@ -331,8 +342,10 @@ def precision_hint(problem: Problem, comparisons: Mapping[str, Comparison]) -> s
 
 def lower_precision(problem: Problem, comparisons: Mapping[str, Comparison]) -> Finding | None:
     """fp32 in, but the errors of a narrower format throughout: TF32 or 16-bit arithmetic, and nothing else wrong."""
-    if problem.call.q.dtype != torch.float32 or any(
-        bool(c.nonfinite.any() or c.stray_zeros.any()) for c in comparisons.values()
+    if (
+        problem.call.q.dtype != torch.float32
+        or problem.arithmetic is not None
+        or any(bool(c.nonfinite.any() or c.stray_zeros.any()) for c in comparisons.values())
     ):
         return None
     for format_, words in ((torch.float16, "TF32 or fp16"), (torch.bfloat16, "bf16")):

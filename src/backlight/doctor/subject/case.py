@@ -20,7 +20,8 @@ class Case:
 
     bias: columns of the drawn table; tau, entmax: value of every head; pair_bias: words for the drawn one (`draw.PAIR_WORDS`);
     None = as the recipe draws it. lengths: packed sequences instead of a batch. tensors: captured inputs in canonical layout,
-    from which the leading batches, heads, rows and columns are taken when the shape is smaller than they are.
+    from which the leading batches, heads, rows and columns are taken when the shape is smaller than they are. precision: what
+    a kernel is judged as, None for the dtype of its inputs.
     """
 
     spec: AttentionSpec = field(default_factory=AttentionSpec)
@@ -39,6 +40,7 @@ class Case:
     pair_bias: tuple[str, ...] | None = None
     lengths: tuple[int, ...] | None = None
     tensors: dict[str, Tensor] | None = None
+    precision: str | None = None
 
     def replace(self, **changes: Any) -> Case:
         return replace(self, **changes)
@@ -75,6 +77,7 @@ class Case:
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `diagnose`, the spec left out."""
         shared = {"level": self.level, "seed": self.seed, "device": self.device}
+        shared |= {} if self.precision is None else {"precision": self.precision}
         if self.tensors is not None:
             moved = {name: x.to(self.device) for name, x in self.narrowed().items()}
             return shared | {"recipe": "captured"} | self._drawn_terms() | moved | self._boundaries()

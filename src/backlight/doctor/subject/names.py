@@ -16,6 +16,9 @@ from backlight.doctor.subject.subject import Subject
 from backlight.doctor.subject.trouble import subject_code
 from backlight.peers import fa2, fa3, flex, sdpa
 
+# a name of this package that always computes in 8 bits, and those that do where they are asked
+EMULATED = "emulated"
+IN_E4M3 = ("backlight", "hopper", EMULATED)
 NAMED = {
     "sdpa": "PyTorch's scaled_dot_product_attention, its own choice of backend",
     "sdpa:math": "the same, composed of plain operations",
@@ -43,12 +46,18 @@ def named(name: str) -> Callable[..., Any]:
     return peers[name]
 
 
-def own(name: str, attention: Callable[..., Any], attention_varlen: Callable[..., Any], layout: str) -> Subject:
+def own(
+    name: str, attention: Callable[..., Any], attention_varlen: Callable[..., Any], layout: str, precision: str | None = None
+) -> Subject:
     """The public call of this package as a subject: `backlight` chooses a backend, any other name forces it."""
-    backend = None if name == "backlight" else name
+    precision = "fp8" if name == EMULATED else precision
+    if precision is not None and name not in IN_E4M3:
+        raise ValueError(f"--precision {precision}: {', '.join(IN_E4M3)} compute in it, {name} does not")
+    options = {"return_lse": True, "backend": None if name == "backlight" else name}
+    options |= {} if precision is None else {"precision": precision}
     if layout == "packed":
-        return Subject(partial(attention_varlen, return_lse=True, backend=backend), layout="packed", name=name)
-    return Subject(partial(attention, return_lse=True, backend=backend), layout="BHSD", name=name)
+        return Subject(partial(attention_varlen, **options), layout="packed", name=name)
+    return Subject(partial(attention, **options), layout="BHSD", name=name)
 
 
 def user_subject(reference: str) -> Subject:
