@@ -64,7 +64,7 @@ class Manner:
 
     def mutant(self, detail: str = "") -> Mutant:
         weights = {"lse": self._lse, "p": self._p} | ({"o": self._cut_sum} if self.cut else {})
-        backward: Stages = {"dq": dq_centred} | (LOW_BACKWARD if self.backward else {})
+        backward: Stages = {"dq": dq_centred, **(LOW_BACKWARD if self.backward else {})}
         return Mutant(weights, backward, sees=self.seen, finish=self._finish, detail=detail)
 
     # --- tensors ----------------------------------------------------------------------------------------------------------

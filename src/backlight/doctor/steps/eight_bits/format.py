@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,9 @@ def on_one_key(call: Call) -> tuple[Call, int] | None:
     # another key fixes the scale of each column
     v[:] = LARGEST_V
     v[:, :, key] = octave(call.v.shape[3]).to(v)
-    terms = {name: torch.zeros_like(x) for name in ("bias", "pair_bias", "gate") if (x := getattr(call, name)) is not None}
+    terms: dict[str, Any] = {
+        name: torch.zeros_like(x) for name in ("bias", "pair_bias", "gate") if (x := getattr(call, name)) is not None
+    }
     return replace(call, q=q, k=k, v=v, **terms, _segments=None), int(seen[:, key].nonzero()[0])
 
 

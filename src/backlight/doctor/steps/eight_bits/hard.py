@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from backlight.call import Call
 from backlight.doctor.defects.catalogue import about
+from backlight.doctor.defects.e4m3 import BLOCK
 from backlight.doctor.report.model import Finding, Probe
 from backlight.doctor.steps import convention, hard_inputs
 from backlight.doctor.steps.bench import Bench
@@ -18,7 +20,6 @@ from backlight.doctor.steps.eight_bits import naming
 from backlight.doctor.steps.look import Look, look
 from backlight.doctor.steps.sheet import Sheet
 from backlight.problems.problem import Problem
-from backlight.quantising import BLOCK
 
 LENGTH, TILE = 2 * BLOCK, 64
 OFFSET, APART, DOMINANT = 8.0, 2.0**7, 10.5
@@ -108,7 +109,8 @@ def drawn(problem: Problem, recipe: str, change: Change | None, length: int) -> 
     made = hard_inputs.drawn(problem, recipe, length, length)
     if made is None:
         return None
-    call = made.call if change is None else replace(made.call, **change(made.call), _segments=None)
+    changed: dict[str, Any] = {} if change is None else change(made.call)
+    call = replace(made.call, **changed, _segments=None)
     return made.replace(call=call, arithmetic=problem.arithmetic)
 
 

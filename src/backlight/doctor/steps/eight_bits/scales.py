@@ -9,7 +9,7 @@ from torch import Tensor
 
 from backlight.doctor.report.model import Probe
 from backlight.doctor.steps.bench import Bench, differences, distances_in_words, probe
-from backlight.problems import inputs
+from backlight.doctor.steps.eight_bits.drawing import REFUSED, has_own_lengths, of_kind
 
 # exact in every format; so much larger a row takes bits from all that share its scale
 LARGER, UNITS = 2.0**10, 2.0**8
@@ -39,12 +39,9 @@ def static_scales(bench: Bench) -> Probe:
 def scale_group(bench: Bench) -> Probe:
     """One row of q, 2^10 times as large: rows whose bits move share its scale."""
     call = bench.problem.call
-    if call.varlen or call.rows is not None or call.pair_bias is not None:
-        return Probe("", None, "packed sequences, masks and pair biases have no lengths of their own")
-    settings = {"kv_heads": call.k.shape[1], "dv": call.v.shape[3], "dtype": call.q.dtype, "device": call.q.device}
-    terms = {} if call.bias is None else {"bias": call.bias.shape[1]}
-    shape = (2, call.q.shape[1], LENGTH, call.q.shape[3])
-    made = inputs.make(call.spec, shape, seed=bench.problem.seed, **settings, **terms).call
+    if has_own_lengths(call):
+        return Probe("", None, REFUSED)
+    made = of_kind(bench.problem, (2, call.q.shape[1], LENGTH, call.q.shape[3])).call
     q = made.q.clone()
     q[0, 0, CHOSEN] *= LARGER
     subject = bench.subject_for(made)

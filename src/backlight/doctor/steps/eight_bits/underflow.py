@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backlight.doctor.report.model import Probe
 from backlight.doctor.steps.bench import Bench, probe
-from backlight.problems import inputs
+from backlight.doctor.steps.eight_bits.drawing import REFUSED, has_own_lengths, of_kind
 from backlight.reference import oracle
 
 KEYS = 256
@@ -22,13 +22,12 @@ LIMIT = 2e-3
 def underflow(bench: Bench) -> Probe:
     """Rows of q are unit vectors, so that dk of a key holds its column of ds, one value a channel."""
     call, problem = bench.problem.call, bench.problem
-    lengths_of_their_own = call.varlen or call.rows is not None or call.pair_bias is not None
-    if lengths_of_their_own or call.spec.softcap is not None or "dk" not in bench.base:
-        return Probe("", None, "needs dk and scores without a cap, of lengths that may be chosen")
+    if has_own_lengths(call):
+        return Probe("", None, REFUSED)
+    if call.spec.softcap is not None or "dk" not in bench.base:
+        return Probe("", None, "needs dk, and scores without a cap")
     width = call.q.shape[3]
-    settings = {"kv_heads": call.k.shape[1], "dv": call.v.shape[3], "dtype": call.q.dtype, "device": call.q.device}
-    terms = {} if call.bias is None else {"bias": call.bias.shape[1]}
-    made = inputs.make(call.spec, (1, call.q.shape[1], width, width), sk=KEYS, seed=problem.seed, **settings, **terms)
+    made = of_kind(problem, (1, call.q.shape[1], width, width), KEYS)
     q = torch.zeros_like(made.call.q)
     # of a group of heads that share keys one sends gradients
     q[:, :: call.group] = torch.eye(width, dtype=q.dtype, device=q.device) * 2.0 ** round(math.log2(width) / 2)
