@@ -144,8 +144,9 @@ def dismiss_apart(p, k_count, v_count, turn):
 
 @gluon.jit
 def publish_end(p, turn):
+    NC: gl.constexpr = p.V.NC
     publish(p, turn & 3, END, 0, 0, 0)
-    for w in gl.static_range(p.V.NC):
+    for w in gl.static_range(NC):
         mbarrier.wait(p.buffers.q_empty.index(q_buffer(p, turn, w)), q_phase(p, turn) ^ 1)
         mbarrier.arrive(p.buffers.q_full.index(q_buffer(p, turn, w)), count=1)
 
