@@ -32,6 +32,9 @@ from backlight.backends.hopper.fp8.steps import (
 from backlight.backends.hopper.primitives import INF, LN2, WM, end_block, log2_of_sum
 from backlight.backends.hopper.terms import sigmoid
 
+# columns of O that fit into registers twice, and those of a piece where they do not
+WHOLE, PIECE = gl.constexpr(128), gl.constexpr(64)
+
 
 @arguments
 class Rows:
@@ -51,7 +54,7 @@ class Rows:
 @gluon.constexpr_function
 def piece_of(D):
     """Columns of O that a product of a block is made of at a time."""
-    return D if D <= 128 else 64
+    return D if D <= WHOLE else PIECE
 
 
 @gluon.jit
@@ -94,6 +97,7 @@ def collect_outputs(p, o, rescale, weights, stage, tokens):
             release(p.v, stage)
         piece = added(o[i], rescale, part)
         if PIECES > 1:
+            # or ptxas would put off the additions until two more products are in flight, and have no registers for three
             piece = end_block(piece)
         added_up += (piece,)
         if i + 2 < PIECES:
@@ -181,7 +185,7 @@ def store_lse(p, row_max, row_sum, turn, W: gl.constexpr):
 
 
 @gluon.jit
-def write_piece(p, o, inverse, kv_head, NUMBER: gl.constexpr, W: gl.constexpr):
+def write_piece(p, o, inverse, kv_head, turn, NUMBER: gl.constexpr, W: gl.constexpr):
     """Columns of O, divided by sums, scaled and gated, into the buffer that it leaves through."""
     WIDTH: gl.constexpr = o.shape[1]
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, o.type.layout))
@@ -191,6 +195,8 @@ def write_piece(p, o, inverse, kv_head, NUMBER: gl.constexpr, W: gl.constexpr):
     if p.V.MASKED:
         # rows without a visible key: total is 0, and o may be 0 * inf
         o = gl.where(inverse == INF, 0.0, o)
+    if NUMBER == 0:
+        wait_gate(p, turn, W)
     tile = p.buffers.o.index(W).slice(NUMBER * WIDTH, WIDTH, 1)
     if p.V.GATE:
         o = o * sigmoid(tile.load(o.type.layout).to(gl.float32))
@@ -210,9 +216,8 @@ def finish(p, rows, kv_head, count, turn, W: gl.constexpr):
         # the store of the tile before has left the buffer
         tma.store_wait(0)
     o = collect_outputs(p, rows.o, rescale, weights, ring_stage(p.v, count), tokens)
-    wait_gate(p, turn, W)
     for i in gl.static_range(len(o)):
-        write_piece(p, o[i], inverse, kv_head, i, W)
+        write_piece(p, o[i], inverse, kv_head, turn, i, W)
     fence_async_shared()
     store_rows(p, p.o_desc, place, p.buffers.o.index(W))
 
@@ -239,7 +244,7 @@ def consumer(p, W: gl.constexpr):
             count = skip_blocks(p, view.tile_end - view.end, count, W)
         rows = first_scores(p, q, view, head, q_scale, k_scale_ptr, count)
         for j in range(view.end - 1 - view.begin):
-            if p.V.D > 128:
+            if p.V.D > WHOLE:
                 rows = advance_wide(p, q, view, rows, q_scale, k_scale_ptr, count, view.end - 2 - j, W)
             else:
                 rows = advance(p, q, view, rows, q_scale, k_scale_ptr, count, view.end - 2 - j, W)
