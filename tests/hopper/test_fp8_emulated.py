@@ -28,6 +28,11 @@ CASES = {
     "causal,sq=213,sk=150": (1, 1, 1, 213, 150, 64, {"causal": True}),
     "window": (1, 1, 1, 300, 300, 64, {"window": (70, 30)}),
     "d=128": (1, 1, 1, 140, 300, 128, {"causal": True}),
+    "d=256,150x200": (1, 2, 1, 150, 200, 256, {}),
+    "d=256,causal": (2, 1, 1, 330, 330, 256, {"causal": True}),
+    "d=256,causal,sq=150,sk=413": (1, 2, 1, 150, 413, 256, {"causal": True}),
+    "d=256,causal,sq=213,sk=150": (1, 1, 1, 213, 150, 256, {"causal": True}),
+    "d=256,window": (1, 1, 1, 300, 300, 256, {"window": (70, 30)}),
 }
 
 
@@ -99,24 +104,42 @@ def agree(call: Call, late: bool) -> None:
         assert float((lse.double() - lse_wanted)[seen].abs().max()) < 1e-3
 
 
+def inputs(d: int) -> list[Tensor]:
+    shapes = (HEADS, ROWS), (1, COLUMNS), (1, COLUMNS)
+    return [drawn(1, h, s, d, seed=n).half() for n, (h, s) in enumerate(shapes)]
+
+
 @pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
 @pytest.mark.parametrize("name", TERMS)
 def test_terms(name: str, late: bool) -> None:
-    q, k, v = (drawn(1, h, s, 64, seed=n).half() for n, (h, s) in enumerate(((HEADS, ROWS), (1, COLUMNS), (1, COLUMNS))))
+    q, k, v = inputs(64)
     agree(call_of(q, k + 1, v, **TERMS[name]), late)
 
 
 @pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
-@pytest.mark.parametrize("name", ["plain", "causal", "bias", "sink", "gate"])
-def test_packed(name: str, late: bool) -> None:
+@pytest.mark.parametrize("name", ["bias", "sink", "sink alone", "gate", "all"])
+def test_terms_of_wide_heads(name: str, late: bool) -> None:
+    q, k, v = inputs(256)
+    options = {term: value for term, value in TERMS[name].items() if term != "softcap"}
+    if "gate" in options:
+        options["gate"] = drawn(1, HEADS, ROWS, 256, seed=6).half()
+    agree(call_of(q, k + 1, v, **options), late)
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
+@pytest.mark.parametrize(
+    ("name", "d"),
+    [*((name, 64) for name in ("plain", "causal", "bias", "sink", "gate")), ("causal", 256), ("gate", 256)],
+)
+def test_packed(name: str, d: int, late: bool) -> None:
     """Sequences of all lengths, one without rows, one without keys."""
     cu_q, cu_k = torch.tensor([0, 130, 130, 200, 340]), torch.tensor([0, 200, 201, 201, 400])
-    q, k, v = (drawn(s, h, 64, seed=n).half() for n, (h, s) in enumerate(((HEADS, 340), (1, 400), (1, 400))))
+    q, k, v = (drawn(s, h, d, seed=n).half() for n, (h, s) in enumerate(((HEADS, 340), (1, 400), (1, 400))))
     options: dict[str, dict[str, Any]] = {
         "plain": {},
         "causal": {"causal": True},
         "bias": TERMS["bias"],
         "sink": TERMS["sink"],
-        "gate": {"gate": drawn(340, HEADS, 64, seed=6).half()},
+        "gate": {"gate": drawn(340, HEADS, d, seed=6).half()},
     }
     agree(call_of(q, k + 1, v, cu_q, cu_k, **options[name]), late)

@@ -18,7 +18,7 @@ from backlight.fp8.rounding import quantised, quantize_queries, rounded, rounded
 from backlight.quantising import Keys, Quantised
 from backlight.spec import GRADIENTS
 
-WIDTHS = (64, 128)
+WIDTHS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 # what the emulation takes of `spec.FEATURES`, and the kernel
 EMULATED = frozenset(("causal", "window", "softcap", "bias", "sink", "gate", "pair_bias", "rows", "pos", "packed"))

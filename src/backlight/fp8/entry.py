@@ -99,7 +99,7 @@ def attention(
         window: how many keys to the left and to the right of that place a row sees.
         scale: of the scores; None is D ** -0.5.
         return_lse: also return the log-sum-exp of each row.
-        backend: "hopper" (H100, H200; D 64 or 128; fp16 or bf16) or "emulated" (plain PyTorch, slow); None takes the first
+        backend: "hopper" (H100, H200; D 64, 128 or 256; fp16 or bf16) or "emulated" (plain PyTorch, slow); None takes the first
             that can.
 
     Returns:

@@ -20,7 +20,6 @@ from backlight.config import resolve
 from backlight.quantising import BLOCK, Quantised
 from backlight.spec import LN2, LOG2E
 
-WIDTHS = (64, 128)
 TOGETHER = 8
 
 
@@ -34,6 +33,11 @@ class Fp8Config:
     def __post_init__(self) -> None:
         if 2 * self.stages + 2 * self.pingpong > 8:
             raise ValueError(f"{self} needs more than the 8 named barriers that are free")
+
+
+def config_of(d: int) -> Fp8Config:
+    """O of 256 columns leaves through 64 KB, as much as a stage of both rings takes."""
+    return resolve("hopper.fp8", lambda: Fp8Config(stages=3 if d <= 128 else 2))
 
 
 def tiles(tensor: Tensor, rows: int, width: int) -> TensorDescriptor:
@@ -103,7 +107,7 @@ def forward(call: Call, given: Quantised) -> tuple[Tensor, Tensor]:
         *((None, None) if call.bias is None else (call.bias.shape[1], spec.bias_origin)),
         packing,
         0 if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1,
-        variant_of(call, given, resolve("hopper.fp8", Fp8Config)),
+        variant_of(call, given, config_of(d)),
     ]
     if n_tiles:
         _fp8_kernel[(programs,)](*args, num_warps=4, maxnreg=168, **COMPILER)
