@@ -43,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantising": set(),
     # scores, terms and masks of the emulation are the tiled backend's own
     "fp8": {
+        "arguments",
         *("spec", "call", "binding", "config", "registry", "running", "operators", "errors", "quantising"),
         *("backends.hopper", "backends.tiled", "backends.triton"),
     },
