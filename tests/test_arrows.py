@@ -43,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantising": set(),
     # scores, terms and masks of the emulation are the tiled backend's own
     "fp8": {
+        "arguments",
         *("spec", "call", "binding", "config", "registry", "running", "operators", "errors", "quantising"),
         *("backends.hopper", "backends.tiled", "backends.triton"),
     },
@@ -100,7 +101,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     # the options of a layer are checked by the code that checks those of a call
     "nn": {"spec", "arguments", "binding", "mask", "api", ""},
-    "compat": {"spec", "arguments", "mask", "api", "call", ""},
+    "compat": {"_private", "spec", "arguments", "mask", "api", "call", ""},
     "integrations": {"_private", "spec", "arguments", "intervals", "mask", "api", ""},
     # blocks of a sharded call go to a backend each: it looks one up, as `running` does
     "distributed": {

@@ -286,3 +286,15 @@ def test_refusal_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     assert explanation.chosen is None
     assert explanation.config is None
     assert "and it rains" in str(explanation)
+
+
+@pytest.mark.parametrize(
+    "function", [backlight.explain, backlight.statistics, backlight.attention_jvp], ids=lambda f: f.__name__
+)
+def test_keywords_that_nobody_reads(function: Callable) -> None:
+    """The sentence named `make_spec`, and what was asked for by a precision."""
+    with pytest.raises(TypeError, match="casual is no keyword of this call, which takes bias, bias_origin, causal, "):
+        function(**GOOD, casual=True)
+    with pytest.raises(ValueError, match="precision must be None here"):
+        function(**GOOD, precision="fp8")
+    assert function(**GOOD, precision=None)

@@ -138,3 +138,14 @@ def test_compiled_in_one_graph() -> None:
     wanted = torch.autograd.grad(loss(q, alphas), (q, alphas))
     for found, want in zip(torch.autograd.grad(compiled(q, alphas), (q, alphas)), wanted, strict=True):
         assert torch.allclose(found, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "entmax", "sink", "bias"])
+def test_what_is_not_a_number_stays_one(where: str) -> None:
+    """A NaN lay above no threshold, weighed nothing, and y was 0 as if all were well."""
+    given = {"q": torch.randn(1, 2, 3, 4), "k": torch.randn(1, 2, 3, 4), "sink": torch.zeros(2), "bias": torch.zeros(2, 1)}
+    given |= {"v": torch.randn(1, 2, 3, 4), "entmax": torch.full((2,), 1.5)}
+    given[where].select({"q": 1, "k": 1}.get(where, 0), 0).fill_(torch.nan)
+    y = backlight.attention(**given, backend="tiled")
+    assert y[:, 0].isnan().all()
+    assert y[:, 1].isfinite().all()

@@ -220,9 +220,13 @@ def test_refusals() -> None:
         backlight.attention(q, k, v, tau=torch.zeros(HEADS), precision="fp8")
     with pytest.raises(Unsupported, match="does not take entmax in e4m3"):
         backlight.attention(q, k, v, entmax=1.5, precision="fp8")
-    for option, name in (("return_max_logit", "max_logit"), ("exact_delta", "exact_delta")):
-        with pytest.raises(Unsupported, match=f"does not take {name} in e4m3"):
-            backlight.attention(*(x.bfloat16() for x in (q, k, v)), precision="fp8", **{option: True})
+    for option, value, name in (
+        ("return_max_logit", True, ""),
+        ("exact_delta", True, ""),
+        ("deterministic", "batch", '="batch"'),
+    ):
+        with pytest.raises(Unsupported, match=f"does not take {option}{name} in e4m3"):
+            backlight.attention(*(x.bfloat16() for x in (q, k, v)), precision="fp8", **{option: value})
     with pytest.raises(ValueError, match="backend must be hopper, emulated or None in e4m3, got 'triton'"):
         backlight.attention(q, k, v, backend="triton", precision="fp8")
     with pytest.raises(ValueError, match="centred=False"):
@@ -242,3 +246,21 @@ def test_refusals() -> None:
     x = q.clone().requires_grad_()
     with pytest.raises(NotImplementedError, match="no second derivative"):
         torch.autograd.grad(backlight.attention(x, k, v, precision="fp8").sum(), x, create_graph=True)
+
+
+def test_entmax_of_queries_that_are_quantised_is_refused() -> None:
+    """A number was dropped where q is what `quantize` returned: the result was that of a softmax."""
+    q, k, v = inputs(8, 8)
+    for entmax in (1.5, torch.full((HEADS,), 1.5)):
+        with pytest.raises(Unsupported, match="does not take entmax in e4m3"):
+            backlight.attention(backlight.quantize(q, k, v), entmax=entmax)
+    assert backlight.attention(backlight.quantize(q, k, v), entmax=1).shape == q.shape
+
+
+def test_what_e4m3_would_not_look_at() -> None:
+    q, k, v = inputs(8, 8)
+    for flag in ("return_lse", "return_max_logit"):
+        with pytest.raises(TypeError, match=f"{flag} must be a bool, got 'no'"):
+            backlight.attention(q, k, v, precision="fp8", **{flag: "no"})
+    with pytest.raises(Unsupported, match="does not take fp64 in e4m3"):
+        backlight.attention(q.double(), k.double(), v.double(), precision="fp8")

@@ -24,7 +24,7 @@ SAVED = ("y", "lse", "u", "dy", "dlse")
 
 def fold(name: str, x: Tensor | None, axis: int | None, size: int, heads_of_q: int) -> Tensor | None:
     """A tensor with `size` times its heads: batched along `axis`, or the same for every entry (None)."""
-    if x is None or (axis is None and not x.numel()):
+    if x is None or (axis is None and _is_placeholder(x)):
         return x
     heads = HEADS.get(name)
     if heads is None:
@@ -55,7 +55,12 @@ def _heads_of(q: Tensor, axis: int | None) -> int:
 
 def unfold(x: Tensor, heads: int, size: int) -> tuple[Tensor, int | None]:
     """The result with its axis of entries, and where that is; empty placeholders have none."""
-    return (x.unflatten(heads, (size, -1)), heads) if x.dim() > heads and x.numel() else (x, None)
+    return (x, None) if _is_placeholder(x) else (x.unflatten(heads, (size, -1)), heads)
+
+
+def _is_placeholder(x: Tensor) -> bool:
+    """What stands where nothing was computed; a result without rows is none."""
+    return x.dim() == 1 and not x.numel()
 
 
 def unfold_gradient(name: str, x: Tensor, size: int, of: Tensor | None, of_axis: int | None) -> tuple[Tensor, int | None]:

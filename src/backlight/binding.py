@@ -23,6 +23,9 @@ from backlight.spec import LARGEST, SEQUENCE_OF, TENSOR_NAMES, TENSORS, TERM_NAM
 Window = tuple[int | None, int | None]
 # keywords that `make_manner` takes
 MANNER = ("deterministic", "exact_delta", "max_logit")
+# what the caller gives as `mask` and `return_max_logit`
+INNER = frozenset(("rows", "pos", "max_logit"))
+KEYWORDS = frozenset((*MANNER, *TERM_NAMES, "causal", "window", "scale", "softcap", "bias_origin", "mask"))
 # of a call, in the order of `spec.TENSORS`, as they came: packed ones are [T, H, D]
 Tensors = tuple[Any, ...]
 
@@ -42,11 +45,21 @@ def tensors_given(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, 
     if options.get("mask") is not None:
         options |= dict(zip(("rows", "pos"), mask_tensors(options["mask"]), strict=True))
     options.pop("mask", None)
-    if "alpha" in options:
-        raise TypeError("alpha is no keyword of a call: entmax takes it")
+    _check_keywords(options)
     if options.get("entmax") is not None:
         options["entmax"], options["alpha"] = alphas_of(options["entmax"], q)
     return (q, k, v, *[options.pop(name, None) for name in TERM_NAMES], cu_seqlens_q, cu_seqlens_k)
+
+
+def _check_keywords(options: dict[str, Any]) -> None:
+    """Nothing is left among the options that the call would not look at."""
+    if options.pop("precision", None) is not None:
+        raise ValueError("precision must be None here: only attention and attention_varlen themselves take 'fp8'")
+    if "alpha" in options:
+        raise TypeError("alpha is no keyword of a call: entmax takes it")
+    unknown = [name for name in options if name not in KEYWORDS]
+    if unknown:
+        raise TypeError(f"{unknown[0]} is no keyword of this call, which takes {', '.join(sorted(KEYWORDS - INNER))}")
 
 
 def mask_tensors(mask: Any) -> tuple[Any, Any]:
@@ -71,6 +84,8 @@ def alphas_of(entmax: Any, q: Any) -> tuple[Tensor | None, float | None]:
         return None, None
     if not ALPHAS[0] <= alpha <= ALPHAS[1]:
         raise ValueError(f"entmax must be 1 (softmax) or from {ALPHAS[0]} to {ALPHAS[1]:g}, got {alpha}")
+    # queries in e4m3 have heads like any others
+    q = getattr(q, "q", q)
     if not isinstance(q, Tensor) or q.dim() < 3:
         return None, None
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32

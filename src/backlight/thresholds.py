@@ -14,8 +14,8 @@ from torch import Tensor
 
 
 def power(u: Tensor, exponent: Tensor | float) -> Tensor:
-    """u ** exponent where u > 0; 0 elsewhere, with an exponent of 0 too."""
-    return torch.where(u > 0, u.pow(exponent), 0)
+    """u ** exponent where u > 0; 0 elsewhere, with an exponent of 0 too. What is not a number stays none."""
+    return torch.where(u <= 0, 0, u.pow(exponent))
 
 
 @dataclass(slots=True)

@@ -206,3 +206,21 @@ def test_what_sdpa_refuses() -> None:
     ):
         with pytest.raises((TypeError, ValueError, NotImplementedError), match=sentence):
             scaled_dot_product_attention(q, q, q, **options)
+
+
+def test_a_bias_by_key_that_looks_like_a_mask_has_its_tangent() -> None:
+    """At 0 it was read as a mask of keys, which has no derivative: the tangent was 0 without a word."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(B, N, S, H, D, dtype=torch.float64) for _ in range(3))
+    bias = torch.zeros(B, N, 1, 1, S, dtype=torch.float64)
+
+    def ours(x: Tensor) -> Tensor:
+        return DS4Sci_EvoformerAttention(q, k, v, [x, None])
+
+    along, step = torch.randn_like(bias), 1e-6
+    wanted = (ours(bias + step * along) - ours(bias - step * along)) / (2 * step)
+    torch.testing.assert_close(torch.func.jvp(ours, (bias,), (along,))[1], wanted, rtol=1e-6, atol=1e-8)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(bias, along)
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(ours(dual)).tangent, wanted, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(torch.func.vmap(ours)(torch.stack([bias, bias + 1]))[0], ours(bias))

@@ -55,3 +55,15 @@ def test_every_derivative(name: str, shared: str) -> None:
         alone = tuple(x[i] if n in own else x for n, x in zip(names, stacked, strict=True))
         wanted = derivatives(alone, tuple(t[i] for t in along))
         torch.testing.assert_close(tuple(x[i] for x in found), wanted)
+
+
+@pytest.mark.parametrize("shape", [(1, 0, 1), (0, 2, 3), (1, 2, 0)], ids=["no rows", "no batch", "no keys"])
+def test_results_without_elements_have_the_axis_of_vmap(shape: tuple[int, int, int]) -> None:
+    """They passed for placeholders: y kept the heads of all entries on one axis."""
+    batch, rows, keys = shape
+    q, k, v = torch.randn(3, batch, 4, rows, 8), torch.randn(3, batch, 2, keys, 8), torch.randn(3, batch, 2, keys, 8)
+    y, lse = torch.func.vmap(lambda q, k, v: backlight.attention(q, k, v, return_lse=True))(q, k, v)
+    assert (y.shape, lse.shape) == (q.shape, q.shape[:-1])
+    assert torch.func.vmap(lambda k: backlight.attention(q[0], k, v[0]))(k).shape == q.shape
+    grads = torch.func.grad(lambda q, k: backlight.attention(q, k, v[0]).sum(), argnums=(0, 1))
+    assert [x.shape for x in torch.func.vmap(grads)(q, k)] == [q.shape, k.shape]

@@ -175,6 +175,23 @@ def test_a_call_that_raises_adds_nothing(name: str, filled: int) -> None:
     torch.testing.assert_close(layer(x[:, filled:], cache=cache), layer(x)[:, filled:])
 
 
+def test_a_window_that_reaches_what_is_forgotten_is_refused() -> None:
+    """Row 8 sees keys 5 to 8; after row 9 the cache held 6 to 9. Cut back to 8 it gave the row 6 to 8 without a word."""
+    layer, x = Attention(8, 2, window=(3, 0)), torch.randn(1, 12, 8)
+    with torch.no_grad():
+        whole, cache = layer(x), KVCache()
+        for i in range(10):
+            layer(x[:, i : i + 1], cache=cache)
+        cache.crop(9)
+        torch.testing.assert_close(layer(x[:, 9:10], cache=cache), whole[:, 9:10])
+        cache.crop(8)
+        with pytest.raises(ValueError, match=r"left must be at most 2, the keys that the cache still holds of the 8 .* got 3"):
+            layer(x[:, 8:9], cache=cache)
+        assert cache.length == 8
+        with pytest.raises(ValueError, match=r"left must be at most 2, .* got None"):
+            cache.append(*(torch.zeros(1, 2, 1, 4) for _ in range(2)))
+
+
 def test_crop_takes_whole_numbers() -> None:
     cache = KVCache()
     cache.append(keys(), keys())

@@ -160,7 +160,8 @@ def memory(a: Any, b: Any, given: set[int]) -> bool:
         ({"sink": torch.zeros(4)}, 1 + 4),
         ({"tau": torch.zeros(4), "sink": torch.zeros(4)}, 2 + 5),
         ({"gate": torch.zeros(1, 4, 96, D, dtype=torch.bfloat16)}, 1 + 3),
-        ({"gate": torch.zeros(1, 4, D, 96, dtype=torch.bfloat16).mT}, 2 + 4),
+        # copied before the program, and its gradient after it
+        ({"gate": torch.zeros(1, 4, D, 96, dtype=torch.bfloat16).mT}, 1 + 3),
         ({"softcap": 3.0}, 1 + 3),
         ({"deterministic": True}, 1 + 3),
         ({"mask": mask.chunks(40, 96)}, 3 + 6),

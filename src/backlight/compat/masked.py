@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from backlight._private.torch import is_wrapped
 from backlight.mask import Mask
 
 # head dimensions that every kernel takes are multiples of this
@@ -30,10 +31,12 @@ _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def hidden_by(bias: Tensor) -> Tensor | None:
     """Which keys a bias by key leaves visible, if it is a mask: 0 where a key is seen, `HIDES` or less where it is not.
 
-    None where it is more than that, and where that cannot be known: it has a gradient, or is part of a graph. Waits for the
-    device, once for each version of a tensor.
+    None where it is more than that, and where that cannot be known: it has a gradient or a tangent, or is part of a graph or of
+    a transform. Waits for the device, once for each version of a tensor.
     """
-    if bias.requires_grad or bias.is_meta or torch.compiler.is_compiling():
+    if bias.requires_grad or bias.is_meta or torch.compiler.is_compiling() or is_wrapped(bias):
+        return None
+    if torch.autograd.forward_ad.unpack_dual(bias).tangent is not None:
         return None
     if bias.is_inference():
         return _read(bias)

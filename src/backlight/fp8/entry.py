@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backlight.arguments import check_flag
 from backlight.binding import Tensors, bind, flattened
 from backlight.errors import Unsupported
 from backlight.fp8 import calls
@@ -16,8 +17,8 @@ from backlight.operators import transformed
 from backlight.quantising import Keys, Quantised, check_keys, check_queries
 
 PRECISIONS = (None, "fp8")
-# ways of computing a call that this one has not
-MANNERS = ("batch_invariant", "exact_delta", "max_logit")
+# ways of computing a call that this one has not, and the keywords that ask for them
+MANNERS = {"batch_invariant": 'deterministic="batch"', "exact_delta": "exact_delta", "max_logit": "return_max_logit"}
 NO_PACKED_KEYS = "attention_varlen quantises packed sequences itself: give it tensors and precision='fp8'"
 NO_TRANSFORM = "attention in e4m3 is followed by autograd and by torch.compile, not by torch.func or forward mode"
 NO_CONTEXT = "attention in e4m3 has no form for shards of a sequence: leave the context, or precision='fp8'"
@@ -36,6 +37,8 @@ def attend(tensors: Tensors, options: dict[str, Any], packed: bool, return_lse: 
         raise Unsupported({"fp8": (NO_CONTEXT,)})
     if transformed():
         raise NotImplementedError(NO_TRANSFORM)
+    check_flag("return_lse", return_lse)
+    check_flag("return_max_logit", options.get("max_logit", False))
     calls.check_backend(backend)
     q, k, v, *terms = tensors
     if isinstance(q, Tensor) and q.dim() == 5 and not packed and isinstance(k, Tensor):
@@ -47,7 +50,9 @@ def attend(tensors: Tensors, options: dict[str, Any], packed: bool, return_lse: 
     if isinstance(q, Quantised) or isinstance(k, Keys):
         given, (q, k, v), options = _given(q, k, v, options, packed)
     call = bind((q, k, v, *terms), options, packed)
-    refused = [f"does not take {name} in e4m3" for name in MANNERS if getattr(call, name)]
+    refused = [f"does not take {keyword} in e4m3" for name, keyword in MANNERS.items() if getattr(call, name)]
+    if call.q.dtype == torch.float64:
+        refused.append("does not take fp64 in e4m3, whose results are in fp32 or less")
     if refused:
         raise Unsupported({"fp8": tuple(refused)})
     if given is None:

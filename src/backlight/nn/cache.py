@@ -72,6 +72,12 @@ class KVCache:
     def stage(self, k: Tensor, v: Tensor, left: int | None = None) -> Staged:
         """What `append` would make of the cache, which stays as it is until `commit`: a call that fails adds nothing."""
         self._check(k, v, left)
+        first, needed = self._seen - self.kept, 0 if left is None else max(0, self._seen - left)
+        if first > needed:
+            raise ValueError(
+                f"left must be at most {self._seen - first}, the keys that the cache still holds of the {self._seen} it has "
+                f"seen, got {left}: what a smaller window or a crop left out does not come back"
+            )
         begin = self._begin if left is None else max(self._begin, self._end - left)
         k_room, v_room, begin, end = self._rooms(k, v, begin)
         after = end + k.shape[2]
@@ -84,7 +90,10 @@ class KVCache:
         self._k, self._v, self._begin, self._end, self._seen = staged
 
     def crop(self, length: int) -> None:
-        """Go back to the first `length` keys seen, for instance when guessed tokens were refused."""
+        """Go back to the first `length` keys seen, for instance when guessed tokens were refused.
+
+        With a window, keys that the next row would see may be forgotten already: `append` says so.
+        """
         check_whole("length", length)
         first = self._seen - self.kept
         if not first <= length <= self._seen:

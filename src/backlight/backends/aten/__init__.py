@@ -50,7 +50,8 @@ class AtenBackend:
             return (f"scale = {call.scale}: torch takes the largest product before it scales it",)
         if 0 in (*q.shape, *k.shape):
             return ("a tensor without elements",)
-        asked = {"max_logit": call.max_logit, "exact_delta": call.exact_delta, "batch_invariant": call.batch_invariant}
+        asked = {"return_max_logit": call.max_logit, "exact_delta": call.exact_delta}
+        asked['deterministic="batch"'] = call.batch_invariant
         return tuple(f"{name}: torch's kernel knows nothing of it" for name, is_asked in asked.items() if is_asked)
 
     def config(self, call: Call) -> Tiles:

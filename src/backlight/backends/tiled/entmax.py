@@ -132,6 +132,8 @@ class Entmax:
             lse.masked_fill_(endless, math.inf)
             o.masked_fill_(endless, 0)
             u.masked_fill_(endless, 0)
+        # what is not a number lies above no threshold, and would weigh nothing
+        o, u = (x.masked_fill_(lse.isnan(), math.nan) for x in (o, u))
         return lse, o, u
 
     def left(self, tiles: list[Tile], lse: Tensor) -> list[Tile]:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from backlight.backends.triton.columns import gradients_like, outputs_like, side_by_side
 from backlight.call import ByName, Call
 
 MAX_HEAD_DIM = 512
@@ -106,18 +107,26 @@ class TritonBackend:
 
     def forward(self, call: Call, save_u: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         forward, _, replayed, _ = host()
-        return forward(call, save_u) if interpreting() else replayed(forward, call, (), save_u, setting(call.q.dtype))
+        given, call = call, side_by_side(call)
+        found = forward(call, save_u) if interpreting() else replayed(forward, call, (), save_u, setting(call.q.dtype))
+        if call is given:
+            return found
+        y, lse, u, peaks = found
+        y, u = outputs_like(given, y, u)
+        return y, lse, u, peaks
 
     def backward(
         self, call: Call, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]
     ) -> dict[str, Tensor]:
         _, backward, replayed, _ = host()
         tensors = (y, lse, u, dy, dlse)
-        return (
+        given, call = call, side_by_side(call)
+        found = (
             backward(call, *tensors, needs)
             if interpreting()
             else replayed(backward, call, tensors, needs, setting(call.q.dtype))
         )
+        return found if call is given else gradients_like(given, found)
 
     def entmax_sums(self, call: Call) -> Tensor:
         from backlight.backends.triton.live import part_sums
@@ -131,7 +140,11 @@ class TritonBackend:
         else:
             from backlight.backends.triton.tangent import tangent
         with torch.no_grad():
-            return tangent(call, tangents, known)
+            y, lse, u, ty, tlse, tu = tangent(side_by_side(call), tangents, known)
+            if known is None:
+                y, u = outputs_like(call, y, u)
+            ty, tu = outputs_like(call, ty, tu)
+        return y, lse, u, ty, tlse, tu
 
     def why_not_differentiated(self, what: str, call: Call) -> tuple[str, ...]:
         width = max(call.q.shape[-1], call.v.shape[-1])
@@ -150,7 +163,8 @@ class TritonBackend:
         from backlight.backends.triton.second import second
 
         with torch.no_grad():
-            return second(call, tangents, results, incoming, needs)
+            found = second(side_by_side(call), tangents, results, incoming, needs)
+            return found | gradients_like(call, {name: x for name, x in found.items() if name in call.gradients})
 
     def replay(self, call: Call, tensors: tuple[Tensor | None, ...], choice: Any) -> Callable[..., Any] | None:
         """The program of a direction; borders of packed sequences are values, which a program does not check."""
