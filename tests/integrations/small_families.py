@@ -11,6 +11,8 @@ from torch import Tensor, nn
 MELS, ANSWER = 8, 7
 SIDE, PATCH, LABELS = 12, 4, 5
 IMAGE = VOCABULARY - 1
+# as a label: the row counts for nothing
+IGNORED = -100
 
 
 def qwen3() -> nn.Module:
@@ -63,8 +65,9 @@ def tokens(length: int) -> Tensor:
 
 
 def text() -> dict[str, Tensor]:
-    words = tokens(S)
-    return {"input_ids": words, "attention_mask": padding("right"), "labels": words}
+    words, mask = tokens(S), padding("right")
+    assert mask is not None
+    return {"input_ids": words, "attention_mask": mask, "labels": words.masked_fill(mask == 0, IGNORED)}
 
 
 def translation() -> dict[str, Tensor]:
@@ -97,3 +100,4 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor
     "whisper": (whisper, speech),
 }
 GENERATING = [name for name in FAMILIES if name not in ("bert", "vit")]
+MIXTURES = ("gpt-oss", "mixtral")
