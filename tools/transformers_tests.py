@@ -147,7 +147,7 @@ def table(record: dict[str, Any]) -> str:
     """The counts as they stand on the page."""
     lines = ["| model | passed | failed | failed with ours alone | not run |", "|---|---|---|---|---|"]
     for model, row in sorted(record["models"].items()):
-        counts = (row[PASSED], row[FAILED], len(row["failed with ours alone"]), row.get(LATE, 0))
+        counts = (row[PASSED], row[FAILED], len(row["failed with ours alone"]), row.get(LATE, "-"))
         lines.append(f"| {model} | {' | '.join(map(str, counts))} |")
     return "\n".join(lines)
 
