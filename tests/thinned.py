@@ -41,6 +41,8 @@ THINNED = {
     "tests/hopper/test_narrow.py::test_tiles": ONCE,
     "tests/hopper/test_short_rows.py::test_numbers": ONCE,
     "tests/hopper/test_terms.py::test_tiles": ONCE,
+    "tests/integrations/test_transformers_families.py::test_checkpointed_layers": ONCE,
+    "tests/integrations/test_transformers_families.py::test_generation": ONCE,
     "tests/mask/test_attention.py::test_any_tiles": ONCE,
     "tests/test_compile.py::test_opcheck_forward": ONCE,
     "tests/test_gate.py::test_correct_arithmetic_passes": ONCE,

@@ -87,17 +87,28 @@ def padding(side: str) -> Tensor | None:
     return mask
 
 
-def both(model: nn.Module, forward: Callable[[nn.Module], Tensor]) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
-    """Implementation -> (output, gradients by parameter) of `forward`, which returns what counts as output."""
+Found = dict[str, tuple[Tensor, dict[str, Tensor]]]
+
+
+def both(
+    model: nn.Module, forward: Callable[[nn.Module], Tensor], prepare: Callable[[nn.Module], nn.Module] = lambda model: model
+) -> Found:
+    """Implementation -> (output, gradients by parameter) of `forward`, which returns what counts as output; ours is of what
+    `prepare` makes of the model."""
     found = {}
     for implementation in ("eager", "backlight"):
         model.set_attn_implementation(implementation)
         model.zero_grad()
-        y = forward(model)
+        y = forward(prepare(model) if implementation == "backlight" else model)
         torch.manual_seed(1)
         (y * torch.randn_like(y)).sum().backward()
         found[implementation] = (y.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     return found
+
+
+def in_one_graph(model: nn.Module) -> nn.Module:
+    torch._dynamo.reset()
+    return torch.compile(model, fullgraph=True, backend="aot_eager")
 
 
 def assert_close(got: Tensor, want: Tensor, name: str) -> None:
@@ -107,7 +118,7 @@ def assert_close(got: Tensor, want: Tensor, name: str) -> None:
     assert error <= 1e-5 * size + 1e-12, f"{name}: off by {error:.1e} of {size:.1e}"
 
 
-def assert_same(found: dict[str, tuple[Tensor, dict[str, Tensor]]]) -> None:
+def assert_same(found: Found) -> None:
     (y, grads), (other, other_grads) = found["backlight"], found["eager"]
     assert y.numel()
     assert_close(y, other, "output")

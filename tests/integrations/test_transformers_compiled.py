@@ -20,6 +20,8 @@ from small_models import (  # noqa: E402
     S,
     assert_close,
     assert_same,
+    both,
+    in_one_graph,
     llama,
     made,
     padding,
@@ -37,21 +39,9 @@ def registered() -> None:
     register()
 
 
-def compiled_like(model: nn.Module, forward: Callable[[Callable[..., Any]], Tensor], rows: Tensor | None = None) -> None:
+def compiled_like(model: nn.Module, forward: Callable[[nn.Module], Tensor], rows: Tensor | None = None) -> None:
     """One graph, whose logits and gradients are those of "eager"."""
-    found = {}
-    for implementation in ("eager", "backlight"):
-        torch._dynamo.reset()
-        model.set_attn_implementation(implementation)
-        model.zero_grad()
-        ready = torch.compile(model, fullgraph=True, backend="aot_eager") if implementation == "backlight" else model
-        y = forward(ready)
-        y = y if rows is None else y[rows]
-        torch.manual_seed(1)
-        (y * torch.randn_like(y)).sum().backward()
-        found[implementation] = (y.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    torch._dynamo.reset()
-    assert_same(found)
+    assert_same(both(model, lambda m: forward(m) if rows is None else forward(m)[rows], in_one_graph))
 
 
 @pytest.mark.parametrize("mask", ["none", "left", *(pytest.param(mask, marks=pytest.mark.slow) for mask in ("ones", "right"))])
