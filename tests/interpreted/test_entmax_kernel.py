@@ -13,6 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from contextlib import ExitStack
 
+from backlight.api import call_of
 from backlight.backends.triton import BACKEND, entmax, live
 from backlight.backends.triton.config import KernelConfig
 from backlight.backends.triton.launch import Launch
@@ -123,3 +124,22 @@ def test_tiles_beyond_the_reach_of_norms_are_left_out(sq: int, sk: int, options:
     sweeps = 1 if dlse is None else 2
     assert 0 < forward < tiles
     assert 0 < sum(asked) - forward < sweeps * tiles / 2
+
+
+@pytest.mark.parametrize("falls", [False, True], ids=["plain", "by norms"])
+@pytest.mark.parametrize("alpha", [1.05, 1.25, 1.5, 1.7, 2.0, (1.3, 1.9)], ids=str)
+def test_what_is_not_a_number_stays_one(alpha: float | tuple[float, float], falls: bool) -> None:
+    """It lies above no threshold, and weighed nothing: rows that see it came out as zeros, or without that key."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    k[0, 0, 3, 2] = torch.nan
+    bias = -torch.arange(40.0).expand(2, -1) if falls else None
+    entmax = alpha if isinstance(alpha, float) else torch.tensor(alpha)
+    with ExitStack() as stack:
+        for kernel in ("entmax", "live"):
+            stack.enter_context(override(f"triton.{kernel}", KernelConfig(16, 16, 4, 1)))
+        y, lse, _, _ = BACKEND.forward(call_of(q, k, v, causal=True, entmax=entmax, bias=bias), False)
+    spoilt = torch.zeros(1, 2, 40, dtype=torch.bool)
+    spoilt[0, 0, 3:] = True
+    assert torch.equal(lse.isnan(), spoilt)
+    assert torch.equal(y.isnan(), spoilt[..., None].expand_as(y))

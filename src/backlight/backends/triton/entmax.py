@@ -161,11 +161,11 @@ def lines_of(had, b, h, s, t, e, V: tl.constexpr):
 
 @triton.jit
 def bounded(x, gain, bound, e, V: tl.constexpr):
-    """(the bound of rows after one more tile of logits, its largest z): eq. 84."""
+    """(the bound of rows after one more tile of logits, its largest z): eq. 84. No number among them makes the bound none, too."""
     top = tl.max(x, 1) * gain
-    base = tl.maximum(bound.theta, top - 1)
+    base = tl.maximum(bound.theta, top - 1, propagate_nan=tl.PropagateNan.ALL)
     had = tl.maximum(bound.line - bound.slope * (base - bound.theta), 0.0)
-    u = tl.maximum(x * gain - base[:, None], 0.0)
+    u = tl.maximum(x * gain - base[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL)
     w = raised(u, e, V, 1)
     f = tl.sum(w * u, 1)
     h, over, _ = rooted(f, e, V)
@@ -400,6 +400,11 @@ def _entmax_kernel(
         o -= u2 * tl.where(weighs, f - 1, 0.0)[:, None]
         lse = (theta + newton(f, w, rooted(f, e, V)[2]) + 1) * e
         lse = tl.where(theta > NOTHING, lse, float("-inf"))
+        # what is not a number lies above no threshold, and would weigh nothing
+        spoilt = theta != theta
+        lse = tl.where(spoilt, float("nan"), lse)
+        o = tl.where(spoilt[:, None], float("nan"), o)
+        u2 = tl.where(spoilt[:, None], float("nan"), u2)
         if V.SINK:
             endless = sink == float("inf")
             lse = tl.where(endless, sink, lse)
