@@ -328,3 +328,9 @@ def read_cu_seqlens(name: str, cu_seqlens: Tensor, total: int | None) -> tuple[i
         raise ValueError(f"{name} must end at the packed length {total}, got {values[-1]}")
     checked.add(total)
     return values
+
+
+def laid_like(found: Tensor, given: Tensor) -> Tensor:
+    """In the memory order that `empty_like` of the tensor has: what compilers are told."""
+    wanted = torch.empty_like(given, dtype=found.dtype)
+    return found if found.stride() == wanted.stride() else wanted.copy_(found)

@@ -277,3 +277,18 @@ def test_room_for_dv(d: int, dbias: bool) -> None:
     assert config.room_for_dv(tiles, d, d, dbias) == (d == 64 or not dbias)
     assert not config.room_for_dv(config.BackwardConfig(64, 128, stages=3), 128, 128, dbias)
     assert not config.room_for_dv(config.BackwardConfig(64, 64, wide=True), 256, 256, dbias)
+
+
+def test_the_gradient_of_a_gate_lies_as_the_gate_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels read a copy of a gate whose columns lie apart; compilers are told the layout of the gate itself."""
+    made = torch.arange(2 * 4 * 64 * 64.0).view(2, 4, 64, 64)
+    q = torch.zeros(2, 4, 64, 64, dtype=torch.float16)
+    ran = (None, None, lambda *args: {"dgate": made}, lambda *args: SimpleNamespace(again="replayed"))
+    monkeypatch.setattr("backlight.backends.hopper.host", lambda: ran)
+    for gate, replayed in ((q, "replayed"), (q.mT.contiguous().mT, None)):
+        call = Call(AttentionSpec(gate=True), q, q, q, gate=gate)
+        found = BACKEND.backward(call, q, q[..., 0], None, q, None, frozenset({"dgate"}))["dgate"]
+        assert torch.equal(found, made)
+        assert found.stride() == gate.stride()
+        program = BACKEND.replay(call, (q,), None)
+        assert program == replayed

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backlight._private.torch import has_amx
-from backlight.call import Call
+from backlight.call import Call, laid_like
 
 aten = torch.ops.aten
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -83,7 +83,7 @@ class AtenBackend:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, None, None]:
     y, lse = aten._scaled_dot_product_flash_attention_for_cpu(*_with_rows(q, k, v), 0.0, causal, scale=scale)
-    return _like(y, q), lse.contiguous(), None, None
+    return laid_like(y, q), lse.contiguous(), None, None
 
 
 def _backward(tensors: tuple[Tensor, ...], causal: bool, scale: float, needs: frozenset[str]) -> dict[str, Tensor]:
@@ -92,18 +92,12 @@ def _backward(tensors: tuple[Tensor, ...], causal: bool, scale: float, needs: fr
     lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
     given = *_with_rows(dy, q, k, v, y), lse
     found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal, scale=scale)
-    return {f"d{name}": _like(dx, x) for name, dx, x in zip("qkv", found, (q, k, v), strict=True) if f"d{name}" in needs}
+    return {f"d{name}": laid_like(dx, x) for name, dx, x in zip("qkv", found, (q, k, v), strict=True) if f"d{name}" in needs}
 
 
 def _with_rows(*tensors: Tensor) -> list[Tensor]:
     """A matrix product wants rows whose elements lie side by side and which share none; the kernel does not ask."""
     return [x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous() for x in tensors]
-
-
-def _like(found: Tensor, given: Tensor) -> Tensor:
-    """In the memory order that `empty_like` of the input has: what compilers are told."""
-    wanted = torch.empty_like(given)
-    return found if found.stride() == wanted.stride() else wanted.copy_(found)
 
 
 @cache

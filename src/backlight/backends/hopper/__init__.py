@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backlight.backends.hopper.versions import triton_version
-from backlight.call import ByName, Call, Memory
+from backlight.call import ByName, Call, Memory, laid_like
 
 MAX_HEAD_DIM = 256
 # with tau: o and u of a row do not fit into registers beyond
@@ -54,6 +54,11 @@ def host() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], 
     from backlight.backends.replaying.program import known, replayed
 
     return forward, backward, replayed, known
+
+
+def gate_side_by_side(call: Call) -> bool:
+    """Whether the gate's columns lie side by side; if not, kernels read a copy, and dgate is like that at first."""
+    return call.gate is None or call.gate.stride(-1) == 1 or call.gate.shape[-1] == 1
 
 
 # reasons against calls of a layout
@@ -175,7 +180,10 @@ class HopperBackend:
         self, call: Call, y: Tensor, lse: Tensor, u: Tensor | None, dy: Tensor, dlse: Tensor | None, needs: frozenset[str]
     ) -> dict[str, Tensor]:
         _, backward, replayed, _ = host()
-        return replayed(backward, call, (y, lse, u, dy, dlse), needs)
+        found = replayed(backward, call, (y, lse, u, dy, dlse), needs)
+        if call.gate is not None and "dgate" in found and not gate_side_by_side(call):
+            found["dgate"] = laid_like(found["dgate"], call.gate)
+        return found
 
     @torch.no_grad()
     def tangent(self, call: Call, tangents: dict[str, Tensor], known: tuple[Any, ...] | None) -> tuple[Any, ...]:
@@ -198,7 +206,7 @@ class HopperBackend:
 
     def replay(self, call: Call, tensors: tuple[Tensor | None, ...], choice: Any) -> Callable[..., Any] | None:
         """The program of a direction; borders of packed sequences are values, which a program does not check."""
-        if call.varlen and not call.trusted:
+        if (call.varlen and not call.trusted) or (tensors and not gate_side_by_side(call)):
             return None
         forward, backward, _, known = host()
         program = known(backward if tensors else forward, call, tensors, choice)

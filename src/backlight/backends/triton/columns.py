@@ -6,10 +6,9 @@ copies, and its results are laid out afterwards."""
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from backlight.call import Call
+from backlight.call import Call, laid_like
 
 ROWS = ("q", "k", "v", "gate")
 
@@ -19,12 +18,6 @@ def side_by_side(call: Call) -> Call:
     given = {name: x for name in ROWS if (x := getattr(call, name)) is not None}
     apart = {name: x.detach().contiguous() for name, x in given.items() if x.stride(-1) != 1 and x.shape[-1] > 1}
     return replace(call, **apart) if apart else call
-
-
-def laid_like(found: Tensor, given: Tensor) -> Tensor:
-    """In the memory order that `empty_like` of the tensor has: what compilers are told."""
-    wanted = torch.empty_like(given, dtype=found.dtype)
-    return found if found.stride() == wanted.stride() else wanted.copy_(found)
 
 
 def outputs_like(call: Call, *found: Any) -> tuple[Any, ...]:

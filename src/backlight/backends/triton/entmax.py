@@ -161,7 +161,7 @@ def lines_of(had, b, h, s, t, e, V: tl.constexpr):
 
 @triton.jit
 def bounded(x, gain, bound, e, V: tl.constexpr):
-    """(the bound of rows after one more tile of logits, its largest z): eq. 84. No number among them makes the bound none, too."""
+    """(the bound of rows after one more tile of logits, its largest z): eq. 84. After what is not a number it is none."""
     top = tl.max(x, 1) * gain
     base = tl.maximum(bound.theta, top - 1, propagate_nan=tl.PropagateNan.ALL)
     had = tl.maximum(bound.line - bound.slope * (base - bound.theta), 0.0)
