@@ -105,7 +105,8 @@ def unobserved(tensors: Iterable[Tensor | None]) -> bool:
     for x in tensors:
         if x is None:
             continue
-        if type(x) not in PLAIN or x.is_meta or is_wrapped(x) or is_batched(x):
+        # a negative view holds its numbers with the other sign, which kernels would read
+        if type(x) not in PLAIN or x.is_meta or x.is_neg() or is_wrapped(x) or is_batched(x):
             return False
     return True
 

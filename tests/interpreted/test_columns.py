@@ -54,3 +54,18 @@ def test_columns_apart(apart: tuple[str, ...], dv: int, terms: dict[str, Tensor]
     found = derivatives({name: columns(x) if name in apart else x for name, x in inputs.items()}, **terms)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_negative_views() -> None:
+    """`z.conj().imag` and its like hold numbers with the other sign and a bit that says so, which kernels do not read."""
+    q, k, v, dy = torch.randn(4, 1, 2, 9, 8, generator=torch.Generator().manual_seed(0))
+    results = []
+    for view in (torch._neg_view, torch.neg):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        y = backlight.attention(view(leaves[0]), leaves[1], view(leaves[2]), causal=True, backend="triton")
+        assert view(dy).is_neg() == (view is torch._neg_view)
+        results.append((y, *torch.autograd.grad(y, leaves, view(dy))))
+        with torch.no_grad():
+            assert torch.equal(backlight.attention(view(q), k, view(v), causal=True, backend="triton"), y)
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted)
