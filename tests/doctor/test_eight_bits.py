@@ -150,6 +150,12 @@ def test_the_emulation_is_healthy_at_full(name: str) -> None:
     assert (report.verdict, report.finding_ids) == ("healthy", ())
 
 
+def test_keys_rounded_otherwise_are_not_hidden_keys_reached() -> None:
+    """Another hidden tile moves the scale and mean of all keys: dv of visible ones moved by 8.6 eps, beyond the limit of 8."""
+    report = diagnose(Subject(in_e4m3, layout="BHSD"), CAUSAL, shape=(2, 4, 200, 64), precision="fp8", level="full")
+    assert (report.verdict, report.finding_ids) == ("healthy", ())
+
+
 @pytest.mark.parametrize("spec", [PLAIN, CAUSAL], ids=["plain", "causal"])
 def test_another_design_is_healthy(spec) -> None:
     report = diagnose(plain_kernel(), spec, shape=SHAPE, precision="fp8")
@@ -321,3 +327,14 @@ def test_a_problem_keeps_what_it_is_judged_as() -> None:
     assert problem.replace(dy=problem.dy * 2).arithmetic is E4M3
     assert replace(problem).unit == 0.125
     assert problem.eps == 2**-7
+
+
+def test_a_kernel_that_loses_a_key_is_not_of_8_bits() -> None:
+    """All columns of o came back alike, and few different ones were taken for a format: matrices were not read then."""
+
+    def first_keys_lost(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k[:, :, 24:], v[:, :, 24:])
+
+    report = diagnose(first_keys_lost, PLAIN, shape=(1, 2, 40, 16), dtype=torch.float32)
+    assert report.verdict == "defect"
+    assert "eight-bits" not in report.finding_ids

@@ -51,9 +51,10 @@ class Bench:
         """eps that another order of the same sums may move a value by: 16-bit results are rounded once, wide ones are not."""
         return CLOSE if self.problem.sixteen_bit else REORDERED_WIDE
 
-    def equal(self, found: dict[str, float], what: str, finding: str) -> Probe:
-        """Passed when nothing differs by more than the subject's own repeats do, or by a few eps."""
-        far = {n: d for n, d in found.items() if not d <= max(self.close, SPREAD * self.spread.get(n, 0.0))}
+    def equal(self, found: dict[str, float], what: str, finding: str, close: float | None = None) -> Probe:
+        """Passed when nothing differs by more than the subject's own repeats do, or by a few eps (`close`)."""
+        few = self.close if close is None else close
+        far = {n: d for n, d in found.items() if not d <= max(few, SPREAD * self.spread.get(n, 0.0))}
         if far:
             return Probe("", False, f"{what}: {distances_in_words(far)}", data={"finding": finding, "wrong": list(far)})
         return Probe("", True, "equal" if not found else f"equal up to {max(found.values()):.1f} eps")
@@ -71,19 +72,20 @@ class Bench:
         return self.subject if (call.q.shape, call.k.shape) == (own.q.shape, own.k.shape) else self.subject.with_room()
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    """Largest difference in units of eps times the rms of a; inf when one is finite and the other is not."""
+def distance(a: Tensor, b: Tensor, rms: bool = False) -> float:
+    """Largest difference, or its rms, in units of the rms of a; inf when one is finite and the other is not."""
     if not torch.equal(torch.isfinite(a), torch.isfinite(b)):
         return float("inf")
     a, b = (torch.where(torch.isfinite(x), x, 0).double() for x in (a, b))
     if a.numel() == 0 or torch.equal(a, b):
         return 0.0
-    return float((a - b).abs().max() / (torch.maximum(a, b).pow(2).mean().sqrt() + 1e-300))
+    size = torch.maximum(a, b).pow(2).mean().sqrt() + 1e-300
+    return float(((a - b).pow(2).mean().sqrt() if rms else (a - b).abs().max()) / size)
 
 
-def differences(a: Observed, b: Observed, eps: float) -> dict[str, float]:
+def differences(a: Observed, b: Observed, eps: float, rms: bool = False) -> dict[str, float]:
     """Name -> distance in eps for every output that both runs have and that is not equal."""
-    found = {n: distance(a[n], b[n]) / eps for n in a.values if n in b and a[n].shape == b[n].shape}
+    found = {n: distance(a[n], b[n], rms) / eps for n in a.values if n in b and a[n].shape == b[n].shape}
     return {n: d for n, d in found.items() if d > 0}
 
 

@@ -40,6 +40,8 @@ from backlight.spec import OF_PAIRS
 REPEATS = 10
 # key tiles of the probe of hidden positions
 KEY_TILE, MOST_TILES, MOST_PAIRS = 64, 6, 2**26
+# by what share of itself a result of 8 bits moves at least where hidden positions are reached
+REACHED = 0.25
 # about 10 ms on a GPU of 2 GHz: longer than any launch, short enough to be run on every problem
 IN_FLIGHT_CYCLES = 20_000_000
 
@@ -290,7 +292,10 @@ def forbidden(bench: Bench) -> Probe:
         return Probe("", None, "every row sees every key")
     for name, keys, rows in places:
         found = _reached(bench, keys, rows)
-        result = bench.equal(found, f"{name} ({_range('keys', keys)}) changes {_range('rows', rows)}", "hidden-reached")
+        what = f"{name} ({_range('keys', keys)}) changes {_range('rows', rows)}"
+        # in 8 bits visible keys are rounded otherwise beside other hidden ones
+        close = None if bench.problem.arithmetic is None else REACHED / bench.problem.unit
+        result = bench.equal(found, what, "hidden-reached", close)
         if not result.passed:
             return result
     return Probe("", True, f"rows do not move: {len(places)} places, {', '.join(dict.fromkeys(p[0] for p in places))}")
@@ -329,7 +334,7 @@ def _reached(bench: Bench, keys: Tensor, rows: Tensor) -> dict[str, float]:
         # of rows that see few keys dq and dk are small differences of what was rounded
         kept = {name: kept[name] for name in ("o", "lse", "dv")}
     a, b = (Observed({n: x[:, :, kept[n]] for n, x in r.values.items() if n in kept}) for r in (plain, out))
-    return differences(a, b, problem.unit)
+    return differences(a, b, problem.unit, rms=problem.arithmetic is not None)
 
 
 def _range(word: str, chosen: Tensor) -> str:
