@@ -19,7 +19,7 @@ from backlight.backends.hopper.backward import dq_convert, dq_rows, gradients, h
 from backlight.backends.hopper.backward import kernel as main_kernel
 from backlight.backends.hopper.backward import launch as backward
 from backlight.backends.hopper.config import BackwardConfig, DqConfig, ForwardConfig
-from backlight.backends.hopper.forward import consumer, kernel, producer, scores
+from backlight.backends.hopper.forward import consumer, kernel, producer, scores, tiles
 from backlight.backends.hopper.forward import host as forward
 from backlight.config import override
 from cases import CASES, FP16, Case, Problem, case_id
@@ -203,7 +203,7 @@ def test_needs(needs: tuple[str, ...]) -> None:
         ("release(p.v, previous)", "pass"),
         ("warpgroup_mma_wait(2 if BEYOND > 0 else 1, deps=[s_token])", "warpgroup_mma_wait(2, deps=[s_token])"),
         ("    tma.store_wait(0)\n    if p.V.PINGPONG and W == 0:", "    if p.V.PINGPONG and W == 0:"),
-        ("        if count >= ST - i:\n", "        if count < 0:\n"),
+        ("        if k_count >= ST - i:\n", "        if k_count < 0:\n"),
         ("top = gl.where(new_max == -INF, 0.0, top)", "pass"),
         ("seen = before(end - block * B, columns)", "seen = before(end - block * B - 1, columns)"),
         ("mbarrier.expect(ring.full.index(stage), desc.block_type.nbytes)", "mbarrier.expect(ring.full.index(stage), 64)"),
@@ -227,6 +227,7 @@ def test_a_broken_forward_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (scores, "hide", consumer),
         (consumer, "plain_consumer", kernel),
         (producer, "producer", kernel),
+        (tiles, "dismiss_apart", producer),
     )
     ((module, name, user),) = [part for part in parts if old in Path(part[0].__file__).read_text()]
     monkeypatch.setattr(user, name, getattr(mutant(tmp_path, module, old, new), name))
