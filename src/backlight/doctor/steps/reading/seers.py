@@ -12,6 +12,8 @@ from backlight.call import Call
 from backlight.doctor.steps.tomography import Recovered
 
 SHARED = (2, 4, 8, 16, 32, 64)
+# rows of the smallest tile: whose rows all have the mask of the last is a diagonal that goes unmasked, which cells say plainer
+TILE = 16
 # wrong cells that a rule may leave over or take too many, of those that are wrong
 SPARE = 0.02
 
@@ -57,9 +59,10 @@ def seers(matrix: Recovered, could_be_lost: Tensor, could_leak: Tensor) -> Seers
 
 
 def _rules(i: Tensor, group: int) -> Iterator[tuple[str, str, Tensor]]:
-    for count in SHARED:
+    for count in (count for count in SHARED if count < len(i)):
         blocks, cause = i // count * count, f"the mask is made once for {count} rows"
-        yield f"each of {count} rows has the mask of their last", cause, blocks + count - 1
+        if count < TILE:
+            yield f"each of {count} rows has the mask of their last", cause, blocks + count - 1
         yield f"each of {count} rows has the mask of their first", cause, blocks
     for count in sorted({group, 2, 4, 8} - {1}):
         packed = "rows are counted as if the heads of a group were packed into them" if count == group else ""
