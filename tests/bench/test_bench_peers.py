@@ -6,8 +6,10 @@ so layouts, masks, score functions, keywords and gradients are checked; their ow
 
 from __future__ import annotations
 
+import importlib.util
 import lzma
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,6 +98,35 @@ def test_fa3_refusals_on_hopper(dtype: torch.dtype, case: Case, words: str, monk
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.delenv(fa3.VARIABLE, raising=False)
     assert words in contenders.adapter("fa3").refuse(Workload(case, dtype), CUDA)
+
+
+ENTMAX = Case("entmax", sq=64, sk=64, d=16, causal=True, entmax=1.5)
+
+
+@pytest.mark.parametrize(
+    ("case", "device", "words"),
+    [
+        (PLAIN, CUDA, "a different function"),
+        (replace(ENTMAX, entmax=(1.5,)), CUDA, "no gradient by alpha"),
+        (ENTMAX, CPU, "does not run on cpu"),
+        (replace(ENTMAX, sq=65, sk=65), CUDA, "a power of two"),
+        (replace(ENTMAX, causal=False), CUDA, "is causal"),
+        (replace(ENTMAX, scale=0.3), CUDA, "scales by"),
+        (replace(ENTMAX, sink=True), CUDA, "a sink"),
+        (ENTMAX, CUDA, None),
+    ],
+)
+def test_adasplash_refusals(case: Case, device: torch.device, words: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    refused = contenders.adapter("adasplash").refuse(Workload(case, BF16), device)
+    assert (refused is None) if words is None else words in refused
+
+
+@pytest.mark.parametrize("name", ["backlight", "eager"])
+def test_a_fixed_alpha_has_no_gradient(name: str) -> None:
+    verdict = judged(name, ENTMAX)
+    assert verdict.status == "ok", verdict
+    assert set(verdict.quantities) == {"y", "dq", "dk", "dv"}
 
 
 def test_fa3_needs_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -74,3 +75,16 @@ def test_tensors_and_bytes(case: Case, dtype: torch.dtype) -> None:
 def test_json_round_trip(case: Case) -> None:
     workload = Workload(case, BF16)
     assert Workload.from_json(json.loads(json.dumps(workload.to_json()))) == workload
+
+
+SCORES: dict[str, dict[str, Any]] = {"plain": {}, "peaky": {"logits": 8.0}, "falling": {"falling": 0.5}}
+
+
+def test_larger_and_falling_scores() -> None:
+    cases = {name: Case(name, sq=40, sk=40, d=64, **options) for name, options in SCORES.items()}
+    plain, peaky, falling = (Workload(case, FP32).draw(torch.device("cpu")).call for case in cases.values())
+    assert torch.equal(peaky.q, 8 * plain.q)
+    assert torch.equal(peaky.k, plain.k)
+    for call in (falling, cases["falling"].make(FP32).call):
+        steps = ((call.q @ call.k.transpose(-1, -2)) * call.scale).mean(dim=(0, 1, 2)).diff()
+        assert abs(float(steps.mean()) - 0.5) < 0.05

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from backlight.bench.workload import PHASES, Tensors, Workload
+from backlight.call import Call
 from backlight.spec import LEARNED, SEQUENCE_OF, TERM_NAMES
 
 AUTOGRAD, BARE = "autograd", "bare op"
@@ -119,12 +120,23 @@ def by_autograd(name: str, leaves: dict[str, Tensor], dy: Tensor, attend: Callab
     return Contender(name, leaves, dy, lambda: (attend(**leaves), None), gradients, **options)
 
 
+def gradients_of(call: Call) -> tuple[str, ...]:
+    """What is judged and timed: a fixed alpha has no gradient."""
+    fixed = {"dentmax"} if call.spec.alpha is not None else set()
+    return tuple(name for name in call.gradients if name not in fixed)
+
+
+def options_of(call: Call) -> dict[str, Any]:
+    """The keywords of `attention` that make a call, its tensors aside."""
+    return call.spec.options | ({} if call.spec.alpha is None else {"entmax": call.spec.alpha})
+
+
 def leaves_of(tensors: Tensors, layout: Layout | None = None) -> dict[str, Tensor]:
     """The call's tensors as leaves; `layout` turns canonical row tensors into the contender's own, contiguous."""
     out = {}
     for name in LEARNED:
         value = getattr(tensors.call, name)
-        if value is not None:
+        if value is not None and f"d{name}" in gradients_of(tensors.call):
             moved = layout is not None and name in ROW_TENSORS
             out[name] = (layout(value).contiguous() if moved else value).detach().requires_grad_()  # type: ignore[misc]
     return out

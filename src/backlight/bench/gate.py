@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from backlight.bench.contender import gradients_of
 from backlight.bench.truth import narrowed, problem_of, sample
 from backlight.bench.workload import Tensors
 from backlight.doctor.defects.e4m3 import PRECISIONS
@@ -63,7 +64,7 @@ class Gate:
 
     def judge(self, results: Mapping[str, Tensor], precision: str | None = None, forward_only: bool = False) -> Verdict:
         """`results`: y and the gradients of the whole workload by name, canonical layout."""
-        expected = ("y",) if forward_only else ("y", *self.call.gradients)
+        expected = ("y",) if forward_only else ("y", *gradients_of(self.call))
         missing = [name for name in expected if name not in results]
         if missing:
             return Verdict(WRONG, self.judged, reasons=tuple(f"{name} was not returned" for name in missing))

@@ -12,7 +12,7 @@ from torch import Tensor
 from backlight import intervals
 from backlight.call import Call
 from backlight.problems.case import DTYPE_NAMES, Case
-from backlight.problems.draw import borders, call_of, mask_terms, normal, pair_bias_term, terms_to_draw
+from backlight.problems.draw import borders, call_of, fall, mask_terms, normal, pair_bias_term, terms_to_draw
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 PHASES = ("forward", "backward", "both")
@@ -104,6 +104,9 @@ class Workload:
         case, chosen = self.case, self.case.chosen(self.dtype, device)
         names = ("q", "k", "v", *terms_to_draw(case.spec, chosen), "dy")
         drawn = normal(case.sizes, names, dtype=self.dtype, seed=seed, device=device) | chosen
+        drawn["q"] *= case.logits
+        if case.falling:
+            fall(drawn, case.falling / case.spec.resolve_scale(case.d))
         drawn |= {name: x.to(device) for name, x in self._mask(seed).items()}
         if case.pair_bias is not None:
             drawn["pair_bias"] = pair_bias_term(case.sizes, case.pair_bias, self.dtype, seed, device, torch.float32)

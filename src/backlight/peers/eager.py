@@ -19,9 +19,11 @@ def attention(call: Call) -> Callable[..., Tensor]:
     """The call as a function of its leaves q, k, v and terms, in canonical layout."""
     segments = call.segments()
     geometry = {z: _geometry(call, z) for z in (segments if call.varlen else segments[:1])}
+    # a number, and no leaf
+    fixed = {} if call.spec.alpha is None or call.entmax is None else {"entmax": call.entmax}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None, **terms: Tensor) -> Tensor:
-        given = _Terms(**terms)
+        given = _Terms(**(fixed | terms))
         if call.group > 1:
             k, v = k.repeat_interleave(call.group, 1), v.repeat_interleave(call.group, 1)
         if not call.varlen:

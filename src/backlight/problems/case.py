@@ -16,6 +16,7 @@ from backlight.problems.axes import Sizes
 from backlight.problems.draw import (
     borders,
     call_of,
+    fall,
     mask_terms,
     normal,
     pair_bias_term,
@@ -39,7 +40,8 @@ REDRAWS = 100
 class Case:
     """One problem. Lengths (`lengths_q`) make it packed and then replace b, sq and sk; tau is repeated over the heads, and
     so are a sink that is not drawn and entmax, which is compiled in where it is a number. `mask` names how intervals are
-    drawn, `mask_of` the axes along which they differ; `pair_bias` says what that one is like (`draw.PAIR_WORDS`)."""
+    drawn, `mask_of` the axes along which they differ; `pair_bias` says what that one is like (`draw.PAIR_WORDS`). Scores are
+    `logits` times as large, and `falling` lower for each key of distance: the first columns of q and k make them so."""
 
     name: str
     b: int = 2
@@ -68,6 +70,7 @@ class Case:
     dlse: bool = False
     logits: float = 1.0
     logit_shift: float = 0.0
+    falling: float = 0.0
     equal_values: bool = False
     value_shift: float = 0.0
     dtypes: tuple[torch.dtype, ...] = (FP32, BF16)
@@ -140,6 +143,8 @@ class Case:
         names = ("q", "k", "v", *terms_to_draw(self.spec, chosen), "dy", *(("dlse",) if self.dlse else ()))
         drawn = normal(self.sizes, names, dtype=dtype, seed=seed, wide=FP64)
         drawn["q"] = drawn["q"] * self.logits
+        if self.falling:
+            fall(drawn, self.falling / self.spec.resolve_scale(self.d))
         if self.logit_shift:
             reach = abs(self.logit_shift / self.spec.resolve_scale(self.d)) ** 0.5
             drawn["q"][..., 0], drawn["k"][..., 0] = reach, reach if self.logit_shift > 0 else -reach

@@ -67,6 +67,16 @@ def normal(
     return {name: draw(name) for name in names}
 
 
+# the first column of q where scores fall with distance
+LEVEL = 8.0
+
+
+def fall(drawn: Mapping[str, Tensor], slope: float) -> None:
+    """Changes q and k in place: q k grows by `slope` from each key to the next, so that far keys fall behind near ones."""
+    q, k = drawn["q"], drawn["k"]
+    q[..., 0], k[..., 0] = LEVEL, torch.arange(k.shape[-2], device=k.device, dtype=torch.float64) * (slope / LEVEL)
+
+
 def mask_terms(
     spec: AttentionSpec, sizes: Sizes, kind: str, seed: int, own: Collection[str] = ("batch", "heads")
 ) -> dict[str, Tensor]:

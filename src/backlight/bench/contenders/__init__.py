@@ -2,29 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-
-import torch
-
-from backlight.bench.contender import Adapter, Contender
-from backlight.bench.contenders import cuequivariance, e4m3, eager, fa3, flex, ours, sdpa
-from backlight.bench.workload import Tensors, Workload
-
-
-class Adasplash:
-    """Named so that its absence from the tables is explained."""
-
-    name = "adasplash"
-
-    def refuse(self, workload: Workload, device: torch.device) -> str | None:
-        if importlib.util.find_spec("adasplash") is None:
-            return "adasplash is not installed"
-        if workload.case.entmax is not None:
-            return "adasplash has no gradient by alpha, which the gate of entmax asks for"
-        return "adasplash computes entmax, a different function, so it cannot pass the gate of softmax attention"
-
-    def build(self, tensors: Tensors) -> Contender:
-        raise NotImplementedError("adasplash computes entmax")
+from backlight.bench.contender import Adapter
+from backlight.bench.contenders import adasplash, cuequivariance, e4m3, eager, fa3, flex, ours, sdpa
 
 
 def adapters() -> dict[str, Adapter]:
@@ -37,7 +16,7 @@ def adapters() -> dict[str, Adapter]:
         *fa3.ADAPTERS,
         *cuequivariance.ADAPTERS,
         *eager.ADAPTERS,
-        Adasplash(),
+        *adasplash.ADAPTERS,
     )
     return {adapter.name: adapter for adapter in found}
 

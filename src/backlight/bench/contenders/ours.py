@@ -9,7 +9,7 @@ from torch import Tensor
 
 import backlight
 from backlight import registry
-from backlight.bench.contender import PER_KIND, Contender, by_autograd, leaves_of
+from backlight.bench.contender import PER_KIND, Contender, by_autograd, leaves_of, options_of
 from backlight.bench.workload import Tensors, Workload
 from backlight.mask import Mask, documents
 
@@ -31,7 +31,7 @@ class Ours:
 
     def build(self, tensors: Tensors) -> Contender:
         call = tensors.call
-        options: dict[str, Any] = call.spec.options | {"mask": mask_of(tensors), "backend": self.backend}
+        options: dict[str, Any] = options_of(call) | {"mask": mask_of(tensors), "backend": self.backend}
         leaves, dy = leaves_of(tensors), tensors.dy
         if call.varlen:
             leaves, dy = leaves_of(tensors, packed_rows), packed_rows(dy).contiguous()
