@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -60,16 +61,30 @@ def forward(call: Call, inputs: Mapping[str, Tensor], backend: str | None = None
     return backlight.attention(**inputs, **keywords)
 
 
+def ways(call: Call) -> tuple[tuple[bool, Call], ...]:
+    """(`fixed` of `run`, the call that it makes): two where alpha of an entmax is a number, which may also be given as learned."""
+    learned = False, replace(call, spec=call.spec.replace(alpha=None))
+    return ((False, call),) if call.spec.alpha is None else (learned, (True, call))
+
+
 def run(
     problem: Problem,
     backend: str | None = None,
     inputs: Mapping[str, Tensor] | None = None,
     dy: Tensor | None = None,
+    fixed: bool = False,
     **changes: object,
 ) -> dict[str, Tensor]:
-    """y, lse and every gradient in canonical layout. `inputs` and `dy` replace the drawn ones, in the public call's layout."""
+    """y, lse and every gradient in canonical layout. `inputs` and `dy` replace the drawn ones, in the public call's layout.
+
+    fixed: alpha of an entmax is given as a number; otherwise as a tensor with its gradient.
+    """
     call = problem.call
     inputs = leaves(call) if inputs is None else dict(inputs)
+    if fixed:
+        # a number, which kernels compile in and which has no gradient
+        changes["entmax"] = call.spec.alpha
+        inputs.pop("entmax", None)
     if dy is None:
         dy = packed(problem.dy) if call.varlen else problem.dy
     y, lse = forward(call, inputs, backend, **changes)

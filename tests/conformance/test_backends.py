@@ -11,7 +11,7 @@ import backlight
 from backlight import registry
 from cases import Case, Problem, case_id, with_dtypes
 from gate import Yardsticks, judge, measure
-from running import run
+from running import run, ways
 
 
 def problem_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> Problem:
@@ -28,12 +28,13 @@ def _problem(case: Case, dtype: torch.dtype, device: str) -> tuple[Problem, Yard
 @pytest.mark.parametrize(("case", "dtype"), with_dtypes(), ids=case_id)
 def test_case(backend: str, case: Case, dtype: torch.dtype) -> None:
     problem, yardsticks = _problem(case, dtype, "cpu")
-    reasons = registry.why_not(registry.get(backend), problem.call)
-    if reasons:
-        with pytest.raises(backlight.Unsupported) as refusal:
-            run(problem, backend)
-        assert refusal.value.reasons == {backend: reasons}
-        assert all(reason in str(refusal.value) for reason in reasons)
-        return
-    verdict = judge(problem.call, problem.dy, problem.dlse, run(problem, backend), yardsticks)
-    assert verdict.ok, f"{case.name}\n{verdict}"
+    for fixed, asked in ways(problem.call):
+        if reasons := registry.why_not(registry.get(backend), asked):
+            with pytest.raises(backlight.Unsupported) as refusal:
+                run(problem, backend, fixed=fixed)
+            assert refusal.value.reasons == {backend: reasons}
+            assert all(reason in str(refusal.value) for reason in reasons)
+            continue
+        result = run(problem, backend, fixed=fixed)
+        verdict = judge(problem.call, problem.dy, problem.dlse, result, yardsticks, names=tuple(result))
+        assert verdict.ok, f"{case.name}, {fixed=}\n{verdict}"
