@@ -98,6 +98,22 @@ def test_configs(options: dict[str, Any], config: ForwardConfig) -> None:
         examine(Case("forward", b=1, hq=2, hkv=1, sq=330, sk=330, d=64, entmax=1.5, **options).make(FP16), late=True)
 
 
+@pytest.mark.parametrize("alpha", [1.5, 1.25, 1.37])
+@pytest.mark.parametrize("key", [3, 100, 299])
+def test_what_is_not_a_number_stays_one(key: int, alpha: float) -> None:
+    """In the block that is visited first, last, or between: a multiply-add that saturates makes a zero of it."""
+    problem = Case("spoilt", b=1, hq=2, hkv=2, sq=300, sk=300, d=64, causal=True, entmax=alpha).make(FP16)
+    problem.call.k[0, 0, key, 2] = torch.nan
+    with emulator.emulated(forward):
+        y, lse, u, _ = forward.forward(problem.call, save_u=True)
+    spoilt = torch.zeros(1, 2, 300, dtype=torch.bool)
+    spoilt[0, 0, key:] = True
+    assert torch.equal(lse.isnan(), spoilt)
+    assert u is not None
+    for found in (y, u):
+        assert torch.equal(found.isnan(), spoilt[..., None].expand_as(found))
+
+
 # --- blocks that are left out ------------------------------------------------------------------------------------------------
 
 

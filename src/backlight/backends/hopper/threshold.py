@@ -4,12 +4,26 @@ u = z - theta, held between 0 and 1: theta is never below the largest z of its r
 products (ENTMAX: the exponent e), between them exp2 and log2 (ENTMAX: -1). Vectors of rows are in the layout of a tile's rows.
 """
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from backlight.backends.hopper.compat import arguments
 from backlight.backends.hopper.primitives import INF
-from backlight.backends.hopper.terms import above
+
+LARGE = gl.constexpr(2.0**100)
+
+
+@gluon.jit
+def larger(a, b):
+    """The larger one; NaN where one is NaN."""
+    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def row_max(s):
+    """The largest of each row; NaN where one is, which the powers do not show."""
+    return gl.reduce(s, 1, larger)
 
 
 @gluon.jit
@@ -48,7 +62,8 @@ def slopes_of(u, e, ENTMAX: gl.constexpr):
 def bends_of(u, e, ENTMAX: gl.constexpr):
     """u ** (e - 2) where u > 0, else 0."""
     if ENTMAX == 2:
-        found = above(u, 0.0)
+        # 1 or 0: nothing above a threshold is as small as this makes up for
+        found = gl.inline_asm_elementwise("mul.rn.sat.f32 $0, $1, $2;", "=f,f,f", [u, LARGE], dtype=gl.float32, is_pure=True, pack=1)
     elif ENTMAX == 4:
         found = u * u
     else:
