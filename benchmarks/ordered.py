@@ -53,7 +53,7 @@ JOBS = (
     *(Job(8, 2048, width, causal) for width in (64, 128) for causal in (False, True)),
     Job(1, 16384, 128, True, 16, 2),
 )
-SMALL = (Job(1, 1024, 128, True, 4, 2), Job(1, 1100, 64, False, 6, 3))
+SMALL = (Job(1, 1024, 128, True, 4, 2), Job(1, 1100, 64, False, 6, 3), Job(1, 1100, 64, True, 6, 6))
 
 
 def work_of(call: Call, dy: Tensor, way: str) -> tuple[Callable[[], Any], AbstractContextManager[Any]]:

@@ -11,7 +11,7 @@ import backlight
 from backlight.api import call_of
 from backlight.distributed import simulated_attention
 from backlight.operators import pack, unpack
-from backlight.registry import choose, get, refusals
+from backlight.registry import get
 
 F64 = torch.float64
 
@@ -100,18 +100,14 @@ def test_context_parallel(strategy: str) -> None:
     assert torch.allclose(found, wanted, atol=1e-12)
 
 
-def test_hopper_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper_is_chosen_for_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (x.bfloat16() for x in inputs())
     hopper = get("hopper")
-    assert "entmax" in hopper.takes
-    call = call_of(q, k, v, entmax=1.5)
     monkeypatch.setattr(type(hopper), "available", lambda self: ())
-    monkeypatch.setattr(type(hopper), "why_not", lambda self, call: ())
-    assert choose(call, "hopper") is hopper
-    assert choose(call, None) is not hopper
-    assert "by name" in refusals(call)["hopper"][0]
-    assert not refusals(call, "hopper")["hopper"]
-    assert choose(call_of(q, k, v), None) is hopper
+    reasons = hopper.why_not(call_of(q, k, v, entmax=1.5))
+    learned = hopper.why_not(call_of(q, k, v, entmax=torch.full((q.shape[1],), 1.5)))
+    assert not any("entmax" in reason for reason in reasons)
+    assert any("learned" in reason for reason in learned)
 
 
 @pytest.mark.parametrize(

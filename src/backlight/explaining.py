@@ -82,7 +82,7 @@ def explain(
         call = bound()
         tiles = None if call.rows is None or call.rows.is_meta else _tile_shares(call)
         call, said = _as_documents(options.get("mask"), bound, backend, call)
-        reasons = registry.refusals(call, backend)
+        reasons = registry.refusals(call)
     else:
         call, reasons = context.explain(partial(bound, sharded=True), backend)
     wanted = reasons if backend is None else {backend: reasons[backend]}

@@ -33,8 +33,6 @@ class Backend(Protocol):
     The function takes `all_tensors(call)` and those tensors, of any call of that layout in which as many of q, k and v are
     different tensors; it returns None when it cannot run just now.
 
-    Optional: `by_name_only`, features with which it runs a call that asks for it by name, and is not chosen by itself.
-
     Optional: `derivatives`, the features with which it has a `tangent` and a `second` (`differentiating`), by those two names;
     beside it `why_not_differentiated(what, call)`, reasons against one of them.
 
@@ -85,17 +83,9 @@ def get(name: str) -> Backend:
     return importlib.import_module(f"{__package__}.backends.{name}").BACKEND
 
 
-def refusals(call: Call, asked: str | None = None) -> dict[str, tuple[str, ...]]:
-    """Every backend in order with its reasons against this call, which asks for one by name or none; empty = it can run."""
-    return {name: why_not(get(name), call) or _why_by_name_only(get(name), call, asked) for name in ORDER}
-
-
-def _why_by_name_only(backend: Backend, call: Call, asked: str | None) -> tuple[str, ...]:
-    """Reasons against choosing a backend for a call that does not ask for it by name."""
-    if asked == backend.name:
-        return ()
-    features = sorted(getattr(backend, "by_name_only", frozenset()) & {*call.features})
-    return tuple(f"takes {NAMED.get(feature, feature)} when it is asked for by name" for feature in features)
+def refusals(call: Call) -> dict[str, tuple[str, ...]]:
+    """Every backend in order with its reasons against this call; empty = it can run."""
+    return {name: why_not(get(name), call) for name in ORDER}
 
 
 def why_not(backend: Backend, call: Call) -> tuple[str, ...]:
@@ -111,7 +101,7 @@ def choose(call: Call, name: str | None) -> Backend:
     """The named backend, or the first that can run the call; raises `Unsupported` with every reason otherwise."""
     refused = {}
     for candidate in map(get, ORDER if name is None else (name,)):
-        reasons = why_not(candidate, call) or _why_by_name_only(candidate, call, name)
+        reasons = why_not(candidate, call)
         if not reasons:
             return candidate
         refused[candidate.name] = reasons

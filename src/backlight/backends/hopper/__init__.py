@@ -97,8 +97,6 @@ class HopperBackend:
     name = "hopper"
     summary = "Hopper GPUs (sm_90), fp16 bf16: TMA and wgmma, FlashAttention-3's structure"
     takes = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "entmax", "rows", "packed"})
-    # proven in the emulator and by the compiler, not timed yet: an empty set makes it the choice of calls that name no backend
-    by_name_only = frozenset({"entmax"})
     order = (
         "tiles of packed sequences do not go by their mean length; dq from a kernel that owns rows, so seven products, not five"
     )

@@ -165,7 +165,9 @@ def entmax_config(call: Call) -> ForwardConfig:
 
 
 def entmax_heuristic(call: Call) -> ForwardConfig:
-    # 128 keys, or three warpgroups of 64 rows, leave too few registers
+    # where rows are long, fewer and larger steps pay for what is spilled
+    if max(padded(call.q.shape[-1]), padded(call.v.shape[-1])) <= 64 and rows_of(call) >= LONG and exponent_of(call) > 0:
+        return ForwardConfig(128, 2)
     return ForwardConfig(64, 2, stages=4)
 
 
@@ -313,7 +315,10 @@ def backward_heuristic(call: Call) -> BackwardConfig:
     if intervals_of(call) == 2:
         # so do the ends of holes
         return BackwardConfig(64, 128, overlap=True)
-    return BackwardConfig(128, 128, narrow=call.bias is None and call.tau is None)
+    plain = call.bias is None and call.tau is None
+    # adding in a fixed order costs less than a kernel for dq where rows are narrow and tiles begin at their diagonal
+    in_turn = plain and call.entmax is None and call.group == 1 and call.spec.right is not None
+    return BackwardConfig(128, 128, narrow=plain, ordered=in_turn)
 
 
 def room_for_dv(config: BackwardConfig, bd: int, bdv: int, dbias: bool) -> bool:

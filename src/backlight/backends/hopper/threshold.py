@@ -63,7 +63,9 @@ def bends_of(u, e, ENTMAX: gl.constexpr):
     """u ** (e - 2) where u > 0, else 0."""
     if ENTMAX == 2:
         # 1 or 0: nothing above a threshold is as small as this makes up for
-        found = gl.inline_asm_elementwise("mul.rn.sat.f32 $0, $1, $2;", "=f,f,f", [u, LARGE], dtype=gl.float32, is_pure=True, pack=1)
+        found = gl.inline_asm_elementwise(
+            "mul.rn.sat.f32 $0, $1, $2;", "=f,f,f", [u, LARGE], dtype=gl.float32, is_pure=True, pack=1
+        )
     elif ENTMAX == 4:
         found = u * u
     else:

@@ -80,23 +80,6 @@ def seen_scores(p, view, s, block):
 
 
 @gluon.jit
-def start_following(p, q, count, exists):
-    """Q K^T of tile number `count` of the ring, in flight while scores of the tile before it are worked on. Where there is no
-    such tile, a product of whatever lies there, which nobody looks at: matmuls do not stand in a branch."""
-    wait_full(p.k, count, pred=exists)
-    return start_scores(p, q, ring_stage(p.k, count))
-
-
-@gluon.jit
-def take_following(p, token, count, exists):
-    """What `start_following` has begun; the tile is released."""
-    s = warpgroup_mma_wait(0, deps=[token])
-    if exists:
-        release(p.k, ring_stage(p.k, count))
-    return s
-
-
-@gluon.jit
 def exist(view, s_l: gl.constexpr):
     """Which of the rows there are: the others would keep every block alive."""
     return view.i0 + gl.arange(0, WM, gl.SliceLayout(1, s_l)) < view.sq
@@ -160,17 +143,6 @@ def first_bound(p, s, sink):
 
 
 @gluon.jit
-def bounded(p, view, s, block, theta, base, f, w, top, slot, W: gl.constexpr):
-    """(F, W, largest z) with a block, at thresholds theta; whether it reaches above them is marked."""
-    s = seen_scores(p, view, s, block)
-    largest = row_max(s) * p.entmax.gain
-    mark(p, p.entmax.bounded_ptr, slot, block, (largest > theta) & exist(view, accumulator(p.V.BN)), W)
-    u = above_threshold(s, p.entmax.gain, base)
-    slopes = slopes_of(u, p.entmax.e, p.V.ENTMAX)
-    return f + partial_sums(slopes * u, f), w + partial_sums(slopes, w), larger(top, largest)
-
-
-@gluon.jit
 def bounding(p, q, view, sink, slot, k_count, W: gl.constexpr):
     """(lower bounds of thresholds, largest z, tiles of K so far) of rows that have met the keys they see."""
     s_l: gl.constexpr = accumulator(p.V.BN)
@@ -179,25 +151,21 @@ def bounding(p, q, view, sink, slot, k_count, W: gl.constexpr):
     k_count += 1
     bound, top = first_bound(p, s, sink)
     rest = view.end - 1 - view.begin
-    if rest > 0:
-        s = take_scores(p, q, k_count)
     for group in range((rest + GROUP - 1) // GROUP):
         base = base_of(bound.theta)
         f = no_sums(p)
         w = no_sums(p)
-        for j in range((gl.minimum(rest - group * GROUP, GROUP) + 1) // 2):
-            number = group * GROUP + 2 * j
-            block = view.end - 2 - number
+        for j in range(gl.minimum(rest - group * GROUP, GROUP)):
+            block = view.end - 2 - group * GROUP - j
+            s = seen_scores(p, view, take_scores(p, q, k_count), block)
             k_count += 1
-            token = start_following(p, q, k_count, number + 1 < rest)
-            f, w, top = bounded(p, view, s, block, bound.theta, base, f, w, top, slot, W)
-            s = take_following(p, token, k_count, number + 1 < rest)
-            if number + 1 < rest:
-                k_count += 1
-            token = start_following(p, q, k_count, number + 2 < rest)
-            if number + 1 < rest:
-                f, w, top = bounded(p, view, s, block - 1, bound.theta, base, f, w, top, slot, W)
-            s = take_following(p, token, k_count, number + 2 < rest)
+            largest = row_max(s) * gain
+            top = larger(top, largest)
+            mark(p, p.entmax.bounded_ptr, slot, block, (largest > bound.theta) & exist(view, s_l), W)
+            u = above_threshold(s, gain, base)
+            slopes = slopes_of(u, p.entmax.e, p.V.ENTMAX)
+            f = f + partial_sums(slopes * u, f)
+            w = w + partial_sums(slopes, w)
         bound = raised_bound(bound, row_totals(f, s_l), row_totals(w, s_l), top, p.entmax.e, p.V.ENTMAX)
     return bound.theta, top, k_count
 
@@ -221,20 +189,6 @@ class Rows:
 
 
 @gluon.jit
-def stepped(p, view, s, block, base, f, w, w2, slot, W: gl.constexpr, MARKS: gl.constexpr):
-    """(F, W, W2) with a block; whether a key of it keeps a weight is marked."""
-    s_l: gl.constexpr = accumulator(p.V.BN)
-    u = above_threshold(seen_scores(p, view, s, block), p.entmax.gain, base)
-    bends = bends_of(u, p.entmax.e, p.V.ENTMAX)
-    slopes = slopes_of(u, p.entmax.e, p.V.ENTMAX)
-    here = partial_sums(bends, w2)
-    if MARKS:
-        alive = gl.convert_layout(gl.max(here, 1), gl.SliceLayout(1, s_l), assert_trivial=True) > 0.0
-        mark(p, p.entmax.live_ptr, slot, block, alive & exist(view, s_l), W)
-    return f + partial_sums(slopes * u, f), w + partial_sums(slopes, w), w2 + here
-
-
-@gluon.jit
 def stepping(p, q, view, rows, read_ptr, slot, step, k_count, W: gl.constexpr, MARKS: gl.constexpr):
     """(`Rows` after one step, tiles of K so far); asks for another where a row has moved far."""
     s_l: gl.constexpr = accumulator(p.V.BN)
@@ -243,7 +197,6 @@ def stepping(p, q, view, rows, read_ptr, slot, step, k_count, W: gl.constexpr, M
     f = no_sums(p)
     w = no_sums(p)
     w2 = no_sums(p)
-    s = no_products(p.V.BN)
     hidden = view.tile_end - view.end
     seen_end = view.tile_end - view.begin
     if p.V.HAS_RIGHT:
@@ -251,23 +204,21 @@ def stepping(p, q, view, rows, read_ptr, slot, step, k_count, W: gl.constexpr, M
     for chunk in range(chunks_of(view.begin, view.tile_end)):
         bits = own_chunk(p, read_ptr, view, slot, chunk)
         bits = between_places(bits, chunk, hidden, seen_end)
-        if bits != 0:
-            s = take_scores(p, q, k_count)
         while bits != 0:
             block = view.tile_end - 1 - chunk * CHUNK - lowest(bits)
             bits = bits & (bits - 1)
+            s = seen_scores(p, view, take_scores(p, q, k_count), block)
             k_count += 1
-            two = bits != 0
-            token = start_following(p, q, k_count, two)
-            f, w, w2 = stepped(p, view, s, block, base, f, w, w2, slot, W, MARKS)
-            s = take_following(p, token, k_count, two)
-            block = view.tile_end - 1 - chunk * CHUNK - lowest(bits)
-            bits = bits & (bits - 1)
-            k_count += two.to(gl.int32)
-            token = start_following(p, q, k_count, bits != 0)
-            if two:
-                f, w, w2 = stepped(p, view, s, block, base, f, w, w2, slot, W, MARKS)
-            s = take_following(p, token, k_count, bits != 0)
+            u = above_threshold(s, p.entmax.gain, base)
+            bends = bends_of(u, p.entmax.e, p.V.ENTMAX)
+            slopes = slopes_of(u, p.entmax.e, p.V.ENTMAX)
+            here = partial_sums(bends, w2)
+            if MARKS:
+                alive = gl.convert_layout(gl.max(here, 1), gl.SliceLayout(1, s_l), assert_trivial=True) > 0.0
+                mark(p, p.entmax.live_ptr, slot, block, alive & exist(view, s_l), W)
+            f = f + partial_sums(slopes * u, f)
+            w = w + partial_sums(slopes, w)
+            w2 = w2 + here
     if p.V.HAS_LEFT:
         k_count = skip_keys(p, unseen_count(p, view, read_ptr, slot, seen_end), k_count)
     f = row_totals(f, s_l)

@@ -55,10 +55,9 @@ class Scales(NamedTuple):
 
 @arguments
 class Buffers:
-    """Shared memory of a CTA besides the rings, and its mbarriers; ones: keys of one; tile: published tiles."""
+    """Shared memory of a CTA besides the rings, and its mbarriers; tile: published tiles."""
 
     q: gl.shared_memory_descriptor
-    ones: gl.shared_memory_descriptor
     o: gl.shared_memory_descriptor
     gate_full: Maybe
     tile: gl.shared_memory_descriptor

@@ -2,8 +2,7 @@
 
 As the forward: one producer warp (producer.py) feeds two consumer warpgroups of 64 rows each (consumer.py) through ST-stage
 rings of K [ST, BN, D] and of V transposed [ST, D, BN]; CTAs are persistent, key blocks run from right to left, so that a key
-which all rows attend to at the beginning comes last and flushes nothing to zero. Shared memory besides: Q [2, 64, D], O and
-a tile of ones, by which the weights of rows are summed.
+which all rows attend to at the beginning comes last and flushes nothing to zero. Shared memory besides: Q [2, 64, D] and O.
 """
 
 from triton.experimental import gluon
@@ -16,7 +15,6 @@ from backlight.backends.hopper.forward.tiles import slot_size
 from backlight.backends.hopper.fp8.arguments import Buffers, Quantised
 from backlight.backends.hopper.fp8.consumer import consumer
 from backlight.backends.hopper.fp8.producer import producer
-from backlight.backends.hopper.fp8.steps import SUMS
 from backlight.backends.hopper.primitives import WM, barriers, tiles_of
 
 
@@ -28,10 +26,7 @@ def memory_of(o_dtype: gl.constexpr, V: gl.constexpr):
     gate_full: gl.constexpr = None
     if V.GATE:
         gate_full = barriers(V.NC, 1)
-    ones = tiles_of(gl.float8e4nv, 1, SUMS, V.BN)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    ones.index(0).store(gl.full([SUMS, V.BN], 1.0, gl.float32, layout).to(gl.float8e4nv))
-    return Buffers(q, ones, o, gate_full, tile, barriers(V.NC, 1), barriers(V.NC, 1))
+    return Buffers(q, o, gate_full, tile, barriers(V.NC, 1), barriers(V.NC, 1))
 
 
 NUMBERS = [

@@ -9,15 +9,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from backlight.backends.hopper.forward.scores import at_edge, hide
-from backlight.backends.hopper.primitives import INF, WM
-from backlight.backends.hopper.terms import LOG2E, bias_tile, cap_whole
+from backlight.backends.hopper.primitives import INF, WM, row_sum_layout
+from backlight.backends.hopper.terms import LOG2E, bias_tile, cap_whole, sink_sums
 
 # 2^8 times the weights: e4m3 reaches 448, and what is below 2^-14 of the maximum's power of two is rounded to less than 4 bits
 HEADROOM = gl.constexpr(8.0)
 # of a sink, in the place of +inf where it stands in a difference
 LARGEST = gl.constexpr(1e30)
-# columns of a product that is the sum of a row, all equal: the fewest there are
-SUMS = gl.constexpr(8)
 
 
 @gluon.constexpr_function
@@ -57,8 +55,8 @@ def next_integer(x):
 
 
 @gluon.jit
-def softmax_step(p, s, factor, row_max):
-    """(e4m3 of a block's weights, maximum, factor of what came before), eq. 98."""
+def softmax_step(p, s, factor, row_max, row_sum):
+    """(e4m3 of a block's weights, maximum, sums, factor of what came before), eq. 98; sums are those of the rounded weights."""
     new_max = gl.maximum(row_max, next_integer(gl.max(s, 1) * factor))
     top = new_max
     if p.V.MASKED:
@@ -66,17 +64,11 @@ def softmax_step(p, s, factor, row_max):
         top = gl.where(new_max == -INF, 0.0, new_max)
     rescale = gl.exp2(row_max - top)
     p8 = gl.exp2(s * factor - gl.expand_dims(top - HEADROOM, 1)).to(gl.float8e4nv)
-    return as_weights(p8), new_max, rescale
-
-
-@gluon.jit
-def start_sums(p, weights):
-    """Sums of rounded weights, in flight: products with keys of one, so that nothing is added up beside the matmuls, and what
-    an accumulator of e4m3 loses (eq. 99) is lost above and below the line."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, accumulator(SUMS), 4)
-    weights = gl.convert_layout(weights, operand, assert_trivial=True)
-    ones = p.buffers.ones.index(0)
-    return warpgroup_mma(weights, ones.permute((1, 0)), no_products(SUMS), use_acc=False, is_async=True)
+    # ulps of 16 bits: what 16 of the weights add up to is rounded once more by a thousandth
+    sums = gl.sum(gl.reshape(p8.to(gl.float16), [WM, p8.shape[1] // 8, 8]), 1)
+    sums = gl.convert_layout(sums.to(gl.float32), row_sum.type.layout, assert_trivial=True)
+    before = gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout), assert_trivial=True)
+    return p8, new_max, row_sum * gl.expand_dims(before, 1) + sums, rescale
 
 
 @gluon.jit
@@ -111,10 +103,10 @@ def seen_scores(p, view, s, factor, block):
 
 @gluon.jit
 def first_sums(p, view, head):
-    """(maximum, sums) of rows that have met no key: the sink, which stands beside scores without offset (eq. 97)."""
+    """(maximum, partial sums) of rows that have met no key: the sink, which stands beside scores without offset (eq. 97)."""
     row_l: gl.constexpr = gl.SliceLayout(1, accumulator(p.V.BN))
     row_max = gl.full([WM], -INF, gl.float32, row_l)
-    row_sum = no_products(SUMS)
+    row_sum = gl.zeros([WM, 8], gl.float32, row_sum_layout(p.V.BN))
     if p.V.SINK:
         rows = view.i0 + gl.arange(0, WM, row_l)
         at = head.to(gl.int64) * p.sq + view.q_start + rows
@@ -123,8 +115,8 @@ def first_sums(p, view, head):
         sink = gl.minimum((sink - offset) * LOG2E, LARGEST)
         row_max = next_integer(sink)
         weight = gl.where(row_max == -INF, 0.0, gl.exp2(sink - row_max + HEADROOM))
-        weight = gl.convert_layout(weight, gl.SliceLayout(1, accumulator(SUMS)), assert_trivial=True)
-        row_sum = row_sum + gl.expand_dims(weight, 1)
+        weight = gl.convert_layout(weight, gl.SliceLayout(1, row_sum.type.layout), assert_trivial=True)
+        row_sum = sink_sums(row_sum) * gl.expand_dims(weight, 1)
     return row_max, row_sum
 
 
