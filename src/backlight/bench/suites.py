@@ -129,7 +129,12 @@ class Beside:
         self.dtype, self.cases, self.plain = dtype, list[Case](), dict[str, str]()
 
     def add(self, causal: Case, *others: Case) -> None:
-        self.cases.extend((causal, *others))
+        self.cases.append(causal)
+        self.beside(causal, *others)
+
+    def beside(self, causal: Case, *others: Case) -> None:
+        """More that is read against one that is there."""
+        self.cases.extend(others)
         self.plain.update({Workload(case, self.dtype).id: Workload(causal, self.dtype).id for case in others})
 
 
@@ -193,15 +198,15 @@ def entmax(device: torch.device, quick: bool) -> Suite:
     lengths = ((4096, 4), (16384, 1), (65536, 1))[: 2 if quick else 3] if on_gpu else ((512, 1), (1024, 1))
     shapes = Beside(dtype)
     for s, b in lengths:
-        own: dict[str, dict[str, Any]] = {
-            "alpha=1.5": {"entmax": 1.5},
-            "alpha=1.5,falling": {"entmax": 1.5, "falling": FALLING[s]},
-        }
-        if s == lengths[0][0]:
-            own |= {f"alpha={alpha:g}": {"entmax": alpha} for alpha in (1.25, 2.0)}
-            own |= {f"alpha={alpha:g},learned": {"entmax": (alpha,)} for alpha in (1.5, 1.3)}
-        drawn = [_square(f"entmax,{words},s={s}", s, b, h, 64, **options) for words, options in own.items()]
-        shapes.add(_square(f"causal,d=64,s={s}", s, b, h, 64), *drawn)
+        fixed = _square(f"entmax,alpha=1.5,s={s}", s, b, h, 64, entmax=1.5)
+        falling = _square(f"entmax,alpha=1.5,falling,s={s}", s, b, h, 64, entmax=1.5, falling=FALLING[s])
+        shapes.add(_square(f"causal,d=64,s={s}", s, b, h, 64), fixed, falling)
+    s, b = lengths[0]
+    shapes.beside(
+        shapes.cases[0],
+        *(_square(f"entmax,alpha={alpha:g},s={s}", s, b, h, 64, entmax=alpha) for alpha in (1.25, 2.0)),
+        *(_square(f"entmax,alpha={alpha:g},learned,s={s}", s, b, h, 64, entmax=(alpha,)) for alpha in (1.5, 1.3)),
+    )
     contenders = ("backlight", "adasplash") if on_gpu else ("backlight", "eager")
     workloads = _in(shapes.cases, dtype)
     return Suite("entmax", "entmax beside plain causal", SPEED, workloads, contenders, rounds=2, plain=shapes.plain)

@@ -20,13 +20,13 @@ from backlight.backends.hopper.fp8.steps import (
     LARGEST,
     accumulator,
     added,
-    as_weights,
     factor_of,
     first_sums,
     no_products,
     seen_scores,
     softmax_step,
     start_scores,
+    start_sums,
     termed,
 )
 from backlight.backends.hopper.primitives import INF, LN2, WM, end_block, log2_of_sum
@@ -79,20 +79,29 @@ def start_piece(p, weights, stage, NUMBER: gl.constexpr):
 
 @gluon.jit
 def start_outputs(p, weights, stage):
-    """The first pieces in flight: two, where there are several."""
-    tokens = (start_piece(p, weights, stage, 0),)
+    """The first pieces in flight: two, where there are several; before them sums, where matmuls make those."""
+    tokens = ()
+    if p.V.SUMS:
+        tokens += (start_sums(p, weights),)
+    tokens += (start_piece(p, weights, stage, 0),)
     if piece_of(p.V.D) < p.V.D:
         tokens += (start_piece(p, weights, stage, 1),)
     return tokens
 
 
 @gluon.jit
-def collect_outputs(p, o, rescale, weights, stage, tokens, BEHIND: gl.constexpr):
-    """O with all pieces of a block, of which two are in flight at a time, and BEHIND matmuls behind them; the stage is released."""
+def collect_outputs(p, o, row_sum, rescale, weights, stage, tokens, BEHIND: gl.constexpr):
+    """(O, sums) with all pieces of a block, of which two are in flight at a time, and BEHIND matmuls behind them; the stage is
+    released."""
     PIECES: gl.constexpr = p.V.D // piece_of(p.V.D)
+    FIRST: gl.constexpr = 1 if p.V.SUMS else 0
     added_up = ()
     for i in gl.static_range(PIECES):
-        part = warpgroup_mma_wait(BEHIND + (1 if i < PIECES - 1 else 0), deps=[tokens[i]])
+        if p.V.SUMS and i == 0:
+            sums, part = warpgroup_mma_wait(BEHIND + (1 if i < PIECES - 1 else 0), deps=[tokens[0], tokens[1]])
+            row_sum = added(row_sum, rescale, sums)
+        else:
+            part = warpgroup_mma_wait(BEHIND + (1 if i < PIECES - 1 else 0), deps=[tokens[FIRST + i]])
         if i == PIECES - 1:
             release(p.v, stage)
         piece = added(o[i], rescale, part)
@@ -102,7 +111,7 @@ def collect_outputs(p, o, rescale, weights, stage, tokens, BEHIND: gl.constexpr)
         added_up += (piece,)
         if i + 2 < PIECES:
             tokens += (start_piece(p, weights, stage, i + 2),)
-    return added_up
+    return added_up, row_sum
 
 
 @gluon.jit
@@ -121,22 +130,37 @@ def first_scores(p, q, view, head, q_scale, k_scale_ptr, count):
 
 @gluon.jit
 def advance(p, q, view, rows, q_scale, k_scale_ptr, count, block, W: gl.constexpr):
-    """The softmax of block + 1, then its P V, then S of `block`, under which O is added up."""
+    """The softmax of block + 1, its P V, and S of `block`: last where it has no terms, since O is added up under it then;
+    otherwise first, and terms come under P V. A cap's squares do not fit into registers beside the product."""
+    PLAIN: gl.constexpr = not (p.V.HAS_LEFT or p.V.HAS_RIGHT or p.V.BIAS or p.V.SOFTCAP)
     following = factor_of(p, q_scale, k_scale_ptr, block)
-    p8, row_max, row_sum, rescale = softmax_step(p, rows.s, rows.factor, rows.row_max, rows.row_sum)
-    weights = as_weights(p8)
-    wait_full(p.v, count)
+    weights, row_max, row_sum, rescale = softmax_step(p, rows.s, rows.factor, rows.row_max, rows.row_sum)
+    k_stage = ring_stage(p.k, count + 1)
+    v_stage = ring_stage(p.v, count)
     wait_full(p.k, count + 1)
+    wait_full(p.v, count)
     if p.V.PINGPONG:
         wait_turn(p, W)
-    tokens = start_outputs(p, weights, ring_stage(p.v, count))
-    s_token = start_scores(p, q, ring_stage(p.k, count + 1))
+    if PLAIN:
+        tokens = start_outputs(p, weights, v_stage)
+        s_token = start_scores(p, q, k_stage)
+    else:
+        s_token = start_scores(p, q, k_stage)
+        tokens = start_outputs(p, weights, v_stage)
     if p.V.PINGPONG:
         hand_on_turn(p, W)
-    o = collect_outputs(p, rows.o, rescale, weights, ring_stage(p.v, count), tokens, 1)
-    s = warpgroup_mma_wait(0, deps=[s_token])
-    release(p.k, ring_stage(p.k, count + 1))
-    s, following = seen_scores(p, view, s, following, block)
+    if PLAIN:
+        o, row_sum = collect_outputs(p, rows.o, row_sum, rescale, weights, v_stage, tokens, 1)
+        s = warpgroup_mma_wait(0, deps=[s_token])
+        release(p.k, k_stage)
+    else:
+        s = warpgroup_mma_wait(len(tokens), deps=[s_token])
+        release(p.k, k_stage)
+        if not p.V.SOFTCAP:
+            s, following = seen_scores(p, view, s, following, block)
+        o, row_sum = collect_outputs(p, rows.o, row_sum, rescale, weights, v_stage, tokens, 0)
+        if p.V.SOFTCAP:
+            s, following = seen_scores(p, view, s, following, block)
     return Rows(o, s, row_max, row_sum, following)
 
 
@@ -144,13 +168,12 @@ def advance(p, q, view, rows, q_scale, k_scale_ptr, count, block, W: gl.constexp
 def advance_wide(p, q, view, rows, q_scale, k_scale_ptr, count, block, W: gl.constexpr):
     """`advance` where S has no registers beside a product with V: P V of block + 1, then S of `block`."""
     following = factor_of(p, q_scale, k_scale_ptr, block)
-    p8, row_max, row_sum, rescale = softmax_step(p, rows.s, rows.factor, rows.row_max, rows.row_sum)
-    weights = as_weights(p8)
+    weights, row_max, row_sum, rescale = softmax_step(p, rows.s, rows.factor, rows.row_max, rows.row_sum)
     wait_full(p.v, count)
     if p.V.PINGPONG:
         wait_turn(p, W)
     tokens = start_outputs(p, weights, ring_stage(p.v, count))
-    o = collect_outputs(p, rows.o, rescale, weights, ring_stage(p.v, count), tokens, 0)
+    o, row_sum = collect_outputs(p, rows.o, row_sum, rescale, weights, ring_stage(p.v, count), tokens, 0)
     wait_full(p.k, count + 1)
     s_token = start_scores(p, q, ring_stage(p.k, count + 1))
     if p.V.PINGPONG:
@@ -165,7 +188,7 @@ def advance_wide(p, q, view, rows, q_scale, k_scale_ptr, count, block, W: gl.con
 def store_lse(p, row_max, row_sum, turn, W: gl.constexpr):
     """lse of a tile's rows to global memory. Returns what O is multiplied by, and where the rows are."""
     row_l: gl.constexpr = gl.SliceLayout(1, accumulator(p.V.BN))
-    total = gl.convert_layout(gl.sum(row_sum, 1), row_l, assert_trivial=True)
+    total = gl.convert_layout(gl.max(row_sum, 1) if p.V.SUMS else gl.sum(row_sum, 1), row_l, assert_trivial=True)
     # read again: registers are short in the loops
     place = place_of(p, turn & 3, W)
     numbers = place.i0 + gl.arange(0, WM, row_l)
@@ -203,15 +226,17 @@ def write_piece(p, o, inverse, kv_head, turn, NUMBER: gl.constexpr, W: gl.conste
 def finish(p, rows, kv_head, count, turn, W: gl.constexpr):
     """The softmax and P V of the first block, lse, and O on its way to global memory."""
     release_q(p, turn, W)
-    p8, row_max, row_sum, rescale = softmax_step(p, rows.s, rows.factor, rows.row_max, rows.row_sum)
-    weights = as_weights(p8)
+    weights, row_max, row_sum, rescale = softmax_step(p, rows.s, rows.factor, rows.row_max, rows.row_sum)
     wait_full(p.v, count)
     tokens = start_outputs(p, weights, ring_stage(p.v, count))
-    inverse, place = store_lse(p, row_max, row_sum, turn, W)
+    if p.V.SUMS == 0:
+        inverse, place = store_lse(p, row_max, row_sum, turn, W)
     if not p.V.GATE:
         # the store of the tile before has left the buffer
         tma.store_wait(0)
-    o = collect_outputs(p, rows.o, rescale, weights, ring_stage(p.v, count), tokens, 0)
+    o, row_sum = collect_outputs(p, rows.o, row_sum, rescale, weights, ring_stage(p.v, count), tokens, 0)
+    if p.V.SUMS:
+        inverse, place = store_lse(p, row_max, row_sum, turn, W)
     for i in gl.static_range(len(o)):
         write_piece(p, o[i], inverse, kv_head, turn, i, W)
     fence_async_shared()

@@ -25,19 +25,25 @@ TOGETHER = 8
 
 @dataclass(frozen=True, slots=True)
 class Fp8Config:
-    """Stages of the rings; pingpong: warpgroups take turns with their matmuls."""
+    """Stages of the rings; pingpong: warpgroups take turns with their matmuls; sums: `Variant.SUMS`."""
 
     stages: int = 3
     pingpong: bool = True
+    sums: int = 0
 
     def __post_init__(self) -> None:
         if 2 * self.stages + 2 * self.pingpong > 8:
             raise ValueError(f"{self} needs more than the 8 named barriers that are free")
 
 
-def config_of(d: int) -> Fp8Config:
+# columns by which weights of wide heads are summed
+SUMS = 0
+
+
+def config_of(d: int, masked: bool = False) -> Fp8Config:
     """O of 256 columns leaves through 64 KB, as much as a stage of both rings takes."""
-    return resolve("hopper.fp8", lambda: Fp8Config(stages=3 if d <= 128 else 2))
+    sums = SUMS if d > 64 else 0
+    return resolve("hopper.fp8", lambda: Fp8Config(3 if d <= 128 else 2, pingpong=d > 64 or masked, sums=sums))
 
 
 def tiles(tensor: Tensor, rows: int, width: int) -> TensorDescriptor:
@@ -60,6 +66,7 @@ def variant_of(call: Call, given: Quantised, config: Fp8Config) -> Variant:
         HAS_RIGHT=spec.right is not None,
         MASKED=masked or call.varlen or sk % BLOCK != 0,
         PINGPONG=config.pingpong,
+        SUMS=config.sums,
         VARLEN=call.varlen,
         SOFTCAP=spec.softcap is not None,
         BIAS=spec.bias,
@@ -107,7 +114,7 @@ def forward(call: Call, given: Quantised) -> tuple[Tensor, Tensor]:
         *((None, None) if call.bias is None else (call.bias.shape[1], spec.bias_origin)),
         packing,
         0 if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1,
-        variant_of(call, given, config_of(d)),
+        variant_of(call, given, config_of(d, uneven)),
     ]
     if n_tiles:
         _fp8_kernel[(programs,)](*args, num_warps=4, maxnreg=168, **COMPILER)
