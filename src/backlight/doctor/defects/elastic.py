@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from backlight.call import Call
@@ -40,18 +39,18 @@ def leaking(leak: Leak, detail: str) -> list[Mutant]:
 
 def _everywhere_or_visited(call: Call) -> Iterator[Mutant]:
     for tile, where in places(call):
-        yield from leaking(torch.logical_not if tile is None else partial(_of_tiles, tile), where)
+        yield from leaking(partial(_hidden, tile), where)
 
 
-def _of_tiles(tile: tuple[int, int], visible: Tensor) -> Tensor:
-    return ~visible & visited(visible, tile)
+def _hidden(tile: tuple[int, int] | None, visible: Tensor) -> Tensor:
+    return ~visible if tile is None else ~visible & visited(visible, tile)
 
 
 def of_cells(cells: Cells, detail: str) -> Defect:
     """The entry for cells that were read off a kernel."""
 
     def leak(visible: Tensor) -> Tensor:
-        return ~visible & cells(*visible.shape, visible.device)
+        return ~visible & cells(visible.shape[0], visible.shape[1], visible.device)
 
     return replace(UNMASKED, variants=lambda call: leaking(leak, f": {detail}"))
 

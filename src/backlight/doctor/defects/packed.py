@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, permutations
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,10 +87,10 @@ def _places(call: Call) -> Iterator[tuple[Callable[[Tensor], Tensor], str]]:
         for stored, read in permutations(TILES, 2):
             if at[stored] != at[read] and (at[stored], at[read]) not in known:
                 known.add((at[stored], at[read]))
-                places = [_rows(call, at[tile], room) for tile in (stored, read)]
+                written, taken = _rows(call, at[stored], room), _rows(call, at[read], room)
                 small, large = sorted((stored, read))
                 words = f"one kernel pads sequences to tiles of {small} rows, the other to tiles of {large}"
-                yield partial(_moved, *places, heads * room), words
+                yield partial(_moved, written, taken, heads * room), words
     packed_rows = _rows(call, [z.q0 for z in segments], rows)
     by_batch = _rows(call, [n * heads * longest for n, _ in enumerate(segments)], longest)
     size = heads * longest * len(segments)
@@ -133,7 +134,8 @@ def _leak(name: str, title: str, does: str, stage: str, signal: str, confirm: st
     next_check = "Pack a single sequence: the comparison must turn healthy."
 
     def variants(call: Call) -> list[Mutant]:
-        return [Mutant(detail=words, **{direction: view}) for view, words in _boundaries(call)]
+        seen: list[tuple[dict[str, Any], str]] = [({direction: view}, words) for view, words in _boundaries(call)]
+        return [Mutant(detail=words, **view) for view, words in seen]
 
     needs = both(packed, lambda call: call.pair_bias is None)
     return _packed(name, title, does, stage, signal, next_check, confirm=f"mutant; {confirm}", variants=variants, needs=needs)
