@@ -17,6 +17,10 @@ class Edit:
     new: str
     sees: tuple[str, ...] = BOTH
 
+    def applied(self, text: str) -> str:
+        assert self.old in text, f"the text to break is gone from {self.module}.py: {self.old!r}"
+        return text.replace(self.old, self.new)
+
 
 def backward(old: str, new: str) -> Edit:
     return Edit("backward", old, new)

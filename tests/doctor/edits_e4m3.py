@@ -69,7 +69,7 @@ def in_e4m3(
 def broken_in_e4m3(name: str, monkeypatch: pytest.MonkeyPatch) -> Subject:
     """The public call in e4m3 on an emulation that has the defect `name`."""
     for module in {edit.module for edit in E4M3_EDITS[name]}:
-        edited = _edited(module, [edit for edit in E4M3_EDITS[name] if edit.module == module])
+        edited = _edited(module, edits_of(name, module))
         for reader in READERS[module]:
             for own in [own for own in vars(reader) if callable(getattr(MODULES[module], own, None))]:
                 monkeypatch.setattr(reader, own, getattr(edited, own))
@@ -78,12 +78,19 @@ def broken_in_e4m3(name: str, monkeypatch: pytest.MonkeyPatch) -> Subject:
     return Subject(in_e4m3, layout="BHSD", name=f"e4m3 with {name}")
 
 
-def _edited(name: str, edits: list[Edit]) -> Any:
-    original = MODULES[name]
-    text = Path(str(original.__file__)).read_text(encoding="utf-8")
+def edits_of(name: str, module: str) -> list[Edit]:
+    return [edit for edit in E4M3_EDITS[name] if edit.module == module]
+
+
+def edited_text(name: str, edits: list[Edit]) -> str:
+    text = Path(str(MODULES[name].__file__)).read_text(encoding="utf-8")
     for edit in edits:
-        assert edit.old in text, f"the text to break is gone from {name}.py: {edit.old!r}"
-        text = text.replace(edit.old, edit.new)
+        text = edit.applied(text)
+    return text
+
+
+def _edited(name: str, edits: list[Edit]) -> Any:
+    original, text = MODULES[name], edited_text(name, edits)
     module = types.ModuleType(original.__name__)
     with pytest.MonkeyPatch.context() as patched:
         # dataclasses look their module up by name while they are made

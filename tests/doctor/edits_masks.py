@@ -36,6 +36,14 @@ OWN_INTERVALS = "rows = rows[:, slab.g0 * group : slab.g1 * group]"
 READ_INTERVALS = "self.intervals = Intervals(call, slab) if call.rows is not None else None"
 COUNT_VISIBLE = "self.counts = None if call.rows is None else _counts_of_heads(call)[..., None]"
 ONE_SEGMENT = "segments = (type(call.segments()[0])(0, 0, call.q.shape[2], 0, call.k.shape[2]),)"
+LONGEST_OFFSET = "int(self.call.cu_seqlens_k.diff().max() - self.call.cu_seqlens_q.diff().max())"
+LSE_PADDED = """kept, read = lse.new_zeros(*lse.shape[:2], 1024), []
+    at = found = 0
+    for z in call.segments():
+        kept[:, :, at : at + z.sq] = lse[:, :, z.q0 : z.q1]
+        read.append((found, found + z.sq))
+        at, found = at + (z.sq + 63) // 64 * 64, found + (z.sq + 31) // 32 * 32
+    lse = torch.cat([kept[:, :, i0:i1] for i0, i1 in read], dim=2)"""
 OWN_LSE = (
     "lse2 = torch.logsumexp("
     "scores.tile(tiles(call.spec.replace(causal=False), i0, i1, z.sq, z.sk, config)[0]) * math.log(2), -1, keepdim=True"
@@ -160,6 +168,11 @@ MASKS: dict[str, list[Edit]] = {
         forward("call.q.new_empty", "call.q.new_zeros"),
         backward("torch.empty_like", "torch.zeros_like"),
     ],
+    "varlen-align": [
+        *every_tile("forward", "backward"),
+        Edit("primitives", MASK_LENGTHS, MASK_LENGTHS.replace("self.segment.sk", f"self.segment.sq + {LONGEST_OFFSET}")),
+    ],
+    "varlen-rows": [backward("config = config_of(call)\n", f"config = config_of(call)\n    {LSE_PADDED}\n")],
     "varlen-short": [Edit("config", KEYS, f"{KEYS}\n    end = min(end, sk - 1)")],
 }
 

@@ -76,7 +76,7 @@ SCALE: dict[str, list[Edit]] = {
     "transpose-dk": [backward(DK, "add_product_(dk[:, :, tile.i0 : tile.i1], scores.q[:, keys].mT, dx.mT)")],
     "transpose-dv": [backward(DV, "add_product_(dv[:, :, tile.i0 : tile.i1], do[:, keys].mT, a.mT)")],
     "transpose-dq": [backward(DQ, "add_product_(dq[:, keys], dx.mT, scores.k[:, tile.i0 : tile.i1])")],
-    "columns-lost": [forward("block.put_rows(y, o)", "o[..., 8:] = 0; block.put_rows(y, o)")],
+    "columns-lost": [forward("block.put_rows(out.y, o)", "o[..., 8:] = 0; block.put_rows(out.y, o)")],
     "swap-dk-dv": [backward(PUT_DV, PUT_DV.replace('"dv"', '"dk"')), backward(PUT_DK, PUT_DK.replace('"dk"', '"dv"'))],
     "swap-dq-dk": [backward(PUT_DQ, PUT_DQ.replace('"dq"', '"dk"')), backward(PUT_DK, PUT_DK.replace('"dk"', '"dq"'))],
     "scale-dbias": [backward(DBIAS, DBIAS.replace("flip(-1)", "flip(-1) * call.scale"))],

@@ -115,9 +115,9 @@ def of_entmax(old: str, new: str) -> Edit:
 
 
 # from 1 below the largest score by plain Newton steps, as few as the loop is given
-BOUND = "theta, largest = self._bound(scores, tiles)"
+BOUND = "theta, largest, {tiles} = self._bound(scores, tiles)"
 FROM_THE_TOP = [
-    of_entmax(BOUND, after(BOUND, "theta = largest - 1")),
+    of_entmax(BOUND.format(tiles="tiles"), after(BOUND.format(tiles="_"), "theta = largest - 1")),
     of_entmax("step = sums.step(self.e, room)", "step = sums.newton(self.e)"),
     of_entmax("range(MOST_SWEEPS)", "range(1)"),
 ]

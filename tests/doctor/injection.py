@@ -138,17 +138,22 @@ def inject(name: str, monkeypatch: pytest.MonkeyPatch) -> Subject:
     return Subject(called, layout="packed" if packed else "BHSD", name=f"tiled with {name}")
 
 
+def edited_texts(edits: list[Edit]) -> dict[tuple[str, str], str]:
+    """The source with the edits applied, by direction and module."""
+    texts: dict[tuple[str, str], str] = {}
+    for edit in edits:
+        for direction in edit.sees if edit.module in SHARED else (edit.module,):
+            text = texts.get((direction, edit.module)) or _source(edit.module)
+            texts[direction, edit.module] = edit.applied(text)
+    return texts
+
+
 def edited_modules(edits: list[Edit]) -> dict[str, types.ModuleType]:
     """Fresh copies of forward, backward and tangent with the edits applied; the originals stay as they are."""
     for name in (*SHARED, *DIRECTIONS):
         # imported while all is right: one that is first imported beside an edited file would keep the edit
         importlib.import_module(f"{PACKAGE}.{name}")
-    texts: dict[tuple[str, str], str] = {}
-    for edit in edits:
-        for direction in edit.sees if edit.module in SHARED else (edit.module,):
-            text = texts.get((direction, edit.module)) or _source(edit.module)
-            assert edit.old in text, f"the text to break is gone from {edit.module}.py: {edit.old!r}"
-            texts[direction, edit.module] = text.replace(edit.old, edit.new)
+    texts = edited_texts(edits)
     found = {}
     # the backward reads the forward: imported for the first time in here, that would be a forward with the defect
     for direction in BOTH:

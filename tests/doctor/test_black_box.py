@@ -8,10 +8,11 @@ from __future__ import annotations
 import pytest
 import shares
 import torch
-from injection import NOT_INJECTED
+from injection import NOT_INJECTED, inject
 from shares import NAMED, NEEDS_LSE
 
 from backlight import doctor
+from backlight.config import Config, override
 from backlight.doctor.defects import broken, catalogue
 from backlight.spec import AttentionSpec
 
@@ -44,6 +45,30 @@ SAMPLE = ("transpose-dv", "mask-causal-backward", "lse-base", "gqa-last-writer")
 def test_black_box_sample(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     report = shares.examine(name, monkeypatch, boxed=True)
     assert shares.outcome(name, report) == NAMED == RECORD[name]["black box"]
+
+
+TAU = AttentionSpec(causal=True, tau=True)
+
+
+@pytest.mark.parametrize("boxed", [False, True], ids=["white", "black"])
+@pytest.mark.parametrize(
+    ("tile", "level", "where"),
+    [
+        (32, "quick", "in tiles of 32 x 32 that have visible cells"),
+        (24, "full", "in head 1: they weigh tau / n, which is not masked"),
+    ],
+)
+def test_hidden_keys_that_tau_gives_a_weight(
+    tile: int, level: str, where: str, boxed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of a usual size are tried; the cells of others are read off the kernel."""
+    subject = inject("tau-unmasked", monkeypatch)
+    subject = shares.black_box(subject) if boxed else subject
+    with override("tiled", Config(tile, tile, tile, 8)):
+        report = doctor.diagnose(subject, TAU, shape=(1, 2, 72, 32), level=level)
+    first = report.findings[0]
+    assert (first.id, first.confidence) == ("tau-unmasked", "high")
+    assert first.title.endswith(where)
 
 
 def test_tomography_sees_the_leaking_diagonal() -> None:

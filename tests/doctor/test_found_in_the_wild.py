@@ -1,4 +1,4 @@
-"""Bugs that public attention kernels had, each as one line of `tiles`: what the doctor says of them.
+"""Bugs that public attention kernels had, each as one line of `tiles` or `tiles_packed`: what the doctor says of them.
 
 The answers were written down before the doctor was asked. `docs/doctor.md` has the table, with links; a test holds it.
 """
@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 from tiles import Tiles
+from tiles_packed import PackedTiles
 from wild import FIRST, Wild
 from wild_again import AGAIN
+from wild_packed import PACKED
 
 from backlight import doctor
 from backlight.spec import AttentionSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
-WILD = FIRST | AGAIN
+WILD = FIRST | AGAIN | PACKED
 
 
 def table() -> str:
@@ -35,8 +37,9 @@ def test_the_page_has_the_table() -> None:
 
 
 def examine(bug: str, wild: Wild, level: str | None = None) -> doctor.Report:
-    kernels = Tiles(bug)
-    subject = doctor.Subject(kernels.forward, kernels.backward, layout="BHSD", name="tiles")
+    packed = "cu_seqlens" in wild.more
+    kernels = PackedTiles(bug) if packed else Tiles(bug)
+    subject = doctor.Subject(kernels.forward, kernels.backward, layout="packed" if packed else "BHSD", name="tiles")
     given = {"shape": wild.shape, "dtype": torch.float32, "level": level or wild.level} | wild.more
     return doctor.diagnose(subject, AttentionSpec(**wild.spec), **given)
 

@@ -13,7 +13,8 @@ import pytest
 import shares
 import torch
 from edits import EDITS
-from injection import CALLERS, NOT_INJECTED, WRAPPERS, kind_of
+from edits_e4m3 import E4M3_EDITS, edited_text, edits_of
+from injection import CALLERS, NOT_INJECTED, WRAPPERS, edited_texts, kind_of
 from shares import NAMED, arguments
 
 from backlight import doctor
@@ -74,6 +75,16 @@ def test_broken_tiled_backend_is_found(name: str, monkeypatch: pytest.MonkeyPatc
     expect_found(report, name)
     said = report.findings[0].title
     assert shares.outcome(name, report) == RECORD["defects"][name]["white box"], f"{name} was called otherwise: {said}"
+
+
+@pytest.mark.parametrize("name", sorted(EDITS))
+def test_every_edit_finds_its_line(name: str) -> None:
+    """Most injections are examined in the slow run only; a line that moved away from its edit is known at once."""
+    if name not in E4M3_EDITS:
+        assert edited_texts(EDITS[name])
+        return
+    for module in {edit.module for edit in E4M3_EDITS[name]}:
+        assert edited_text(module, edits_of(name, module))
 
 
 def test_share_named_in_the_tiled_backend() -> None:

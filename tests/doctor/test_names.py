@@ -12,6 +12,8 @@ import torch
 from sweep import VARIANTS
 from torch import Tensor
 
+import backlight
+from backlight import doctor
 from backlight.call import Call
 from backlight.doctor.steps.compare import compare
 from backlight.doctor.subject import names
@@ -118,3 +120,18 @@ def test_flex_is_prepared_once_for_each_geometry() -> None:
     spec, device = AttentionSpec(causal=True), torch.device("cpu")
     pairs = flex.Pairs(spec, 16, 16, None, device)
     assert flex.kept_block_mask(pairs) is flex.kept_block_mask(flex.Pairs(*pairs))
+
+
+def test_the_longest_of_packed_sequences_is_told() -> None:
+    """As a caller tells it: not the length of all of them together."""
+    told = set()
+
+    def attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False):
+        told.add((max_seqlen_q, max_seqlen_k))
+        return backlight.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, backend="tiled")
+
+    borders = torch.tensor([0, 5, 12, 16], dtype=torch.int32), torch.tensor([0, 9, 12, 24], dtype=torch.int32)
+    report = doctor.diagnose(attention, AttentionSpec(causal=True), shape=(1, 2, 16, 8), sk=24, cu_seqlens=borders)
+    assert report.verdict == "healthy", report.headline
+    assert (7, 12) in told
+    assert not told & {(16, 24)}

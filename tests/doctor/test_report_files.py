@@ -148,6 +148,14 @@ def test_packed_sequences_shrink_by_count_and_by_length():
     assert result.case.lengths == (25, 15)
 
 
+def test_packed_keys_of_other_lengths_are_written_out():
+    case = Case(lengths=(5, 9), key_lengths=(9, 9))
+    text = repro.script(case, "kernel.py:fn", FINDING)
+    assert "cu_seqlens=(torch.tensor([0, 5, 14], dtype=torch.int32), torch.tensor([0, 9, 18], dtype=torch.int32))" in text
+    assert [borders.tolist() for borders in case.arguments()["cu_seqlens"]] == [[0, 5, 14], [0, 9, 18]]
+    assert not [step for step, _ in smaller_cases(case) if "sequences" in step or "lengths" in step]
+
+
 # --- scripts -----------------------------------------------------------------------------------------------------------------
 
 FINDING = Finding("scale-dk", 'dk is "too large" by a constant.')
@@ -155,8 +163,14 @@ FINDING = Finding("scale-dk", 'dk is "too large" by a constant.')
 
 @pytest.mark.parametrize(
     "case",
-    [Case(), Case(spec=FULL, kv_heads=2, bias=9), Case(lengths=(5, 9)), Case.captured(tensors(), AttentionSpec(causal=True))],
-    ids=["plain", "full", "packed", "captured"],
+    [
+        Case(),
+        Case(spec=FULL, kv_heads=2, bias=9),
+        Case(lengths=(5, 9)),
+        Case(lengths=(5, 9), key_lengths=(9, 9)),
+        Case.captured(tensors(), AttentionSpec(causal=True)),
+    ],
+    ids=["plain", "full", "packed", "packed keys", "captured"],
 )
 def test_scripts_parse_and_say_what_they_need(case):
     text = repro.script(case, "kernel.py:fn", FINDING, ["B 4 -> 2"], layout="BSHD")

@@ -77,7 +77,9 @@ def script(case: Case, subject: str, finding: Finding, steps: Sequence[str] = ()
     }
     arguments = [f"{name}={value!r}" for name, value in drawn.items() if value is not None]
     if case.lengths is not None:
-        arguments.append(f"cu_seqlens=torch.tensor({[0, *accumulate(case.lengths)]}, dtype=torch.int32)")
+        packed = (case.lengths,) if case.key_lengths is None else (case.lengths, case.key_lengths)
+        borders = [f"torch.tensor({[0, *accumulate(lengths)]}, dtype=torch.int32)" for lengths in packed]
+        arguments.append(f"cu_seqlens={borders[0]}" if len(borders) == 1 else f"cu_seqlens=({', '.join(borders)})")
     names = ("level", "device", "seed", "precision", "bias", "tau", "entmax")
     kept = [f"{name}={drawn[name]!r}" for name in names if drawn[name] is not None]
     settings = ", ".join(["spec", *kept])

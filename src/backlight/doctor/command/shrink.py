@@ -55,7 +55,7 @@ def smaller_cases(case: Case) -> Iterator[tuple[str, Case]]:
     """One-step reductions with what they do, the largest savings first."""
     b, h, s, d = case.shape
     kv, sk, dv = case.kv_heads or h, case.sk or s, case.dv or d
-    if case.lengths is not None:
+    if case.lengths is not None and case.key_lengths is None:
         yield from _shorter_sequences(case.lengths, case)
     if not case.packed:
         if b > 1:

@@ -126,5 +126,7 @@ def demo_arguments(name: str) -> dict[str, Any]:
     spec = AttentionSpec(**demo.pop("spec", {}))
     arguments: dict[str, Any] = {"spec": spec, "shape": DEMO_SHAPE, "dtype": torch.bfloat16} | demo
     if "cu_seqlens" in arguments:
-        arguments["cu_seqlens"] = torch.tensor(arguments["cu_seqlens"], dtype=torch.int32)
+        borders = torch.tensor(arguments["cu_seqlens"], dtype=torch.int32)
+        # of rows, or of rows and of keys
+        arguments["cu_seqlens"] = borders if borders.dim() == 1 else tuple(borders)
     return arguments

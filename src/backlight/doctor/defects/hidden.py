@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -44,12 +45,13 @@ def _flat(ds, capped, softcap, visible):
     return STAGES["dx"].compute(ds, capped, softcap).masked_fill(~visible, 0)
 
 
-def _places(call: Call) -> Iterator[tuple[tuple[int, int] | None, str]]:
+def places(call: Call) -> Iterator[tuple[tuple[int, int] | None, str]]:
     """Everywhere, and the tiles of each size that differ from it and from each other on the call's first sequence."""
     yield None, ""
     visible = intervals.visible_heads(call, call.segments()[0]).flatten(0, -3)[0]
     known = [torch.ones_like(visible)]
-    for tile in ((rows, keys) for rows in TILES for keys in TILES):
+    # of tiles that have the same cells the square ones are told
+    for tile in sorted(product(TILES, TILES), key=lambda size: (size[0] != size[1], size)):
         cells = visited(visible, tile)
         if not any(torch.equal(cells, other) for other in known):
             known.append(cells)
@@ -58,7 +60,7 @@ def _places(call: Call) -> Iterator[tuple[tuple[int, int] | None, str]]:
 
 def _ways(call: Call, fill: float, words: str) -> list[Mutant]:
     found = []
-    for tile, where in _places(call):
+    for tile, where in places(call):
         stages = dict(showing(_filled(fill, tile)))
         found += [
             Mutant(forward=stages, backward=stages | {"dx": _flat}, detail=words + where),

@@ -321,15 +321,15 @@ def showing(s: Callable[..., Tensor]) -> Stages:
 
 def top_left(spec: AttentionSpec) -> Callable[..., Tensor]:
     """Stage s with rows aligned to the first key instead of the last."""
-    return _shifted_rows(spec, lambda sq, sk: 0)
+    return shifted_rows(spec, lambda sq, sk: 0)
 
 
 def bottom_left(spec: AttentionSpec) -> Callable[..., Tensor]:
     """Stage s with the offset Sk - Sq of the rows turned round."""
-    return _shifted_rows(spec, lambda sq, sk: sq - sk)
+    return shifted_rows(spec, lambda sq, sk: sq - sk)
 
 
-def _shifted_rows(spec: AttentionSpec, offset: Callable[[int, int], int]) -> Callable[..., Tensor]:
+def shifted_rows(spec: AttentionSpec, offset: Callable[[int, int], int]) -> Callable[..., Tensor]:
     """Stage s whose row i lies at key i + offset(sq, sk)."""
 
     def s(capped, bias, column, pair_bias, visible):

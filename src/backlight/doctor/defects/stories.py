@@ -17,6 +17,7 @@ from backlight.doctor.defects.catalogue import BY_ID, demo_arguments
 from backlight.doctor.subject.case import Case
 from backlight.doctor.subject.names import UnknownSubject
 from backlight.doctor.subject.subject import Subject
+from backlight.problems.checks import borders
 from backlight.spec import AttentionSpec
 
 THREADS = 16
@@ -180,9 +181,9 @@ def prepare(name: str, case: Case, against: str | None) -> tuple[Case, str | Non
         return case.replace(spec=story.spec, level=_higher(case.level, story.level)), reference
     shown = demo_arguments(_known(name))
     level = _higher(case.level, shown.pop("level", "quick"))
-    boundaries = shown.pop("cu_seqlens", None)
-    lengths = None if boundaries is None else tuple(boundaries.diff().tolist())
-    return case.replace(level=level, lengths=lengths, **shown), against
+    packed = [None if cu is None else tuple(cu.diff().tolist()) for cu in borders(shown.pop("cu_seqlens", None))]
+    lengths, of_keys = packed
+    return case.replace(level=level, lengths=lengths, key_lengths=None if of_keys == lengths else of_keys, **shown), against
 
 
 def own_settings(name: str) -> tuple[str, ...]:

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from backlight.call import Call
+from backlight.doctor.defects import elastic
 from backlight.doctor.defects.defect import (
     CAUSAL_TILES,
     Defect,
     always,
     both,
     has,
-    masked,
     negative_tau,
-    positive_tau,
     several_batches,
     several_heads,
 )
@@ -137,11 +136,6 @@ def _dtau_of(rows: slice) -> Callable[..., Tensor]:
 
 def _dsink_of(rows: slice) -> Callable[..., Tensor]:
     return lambda p_sink, delta: STAGES["dsink"].compute(p_sink[rows], delta[rows])
-
-
-def _unmasked(p, m, tau, n):
-    weights = STAGES["a"].compute(p, m, tau, n)
-    return weights if tau is None or tau <= 0 else torch.relu(p + tau / n.clamp(min=1))
 
 
 def _every_visible(do, visible, v, n, tau):
@@ -320,16 +314,7 @@ DEFECTS = [
         needs=negative_tau,
         variants=always(Mutant(backward={"ds": lambda p, m, dp, delta: p * m * (dp - delta[:, None])})),
     ),
-    _tau(
-        "tau-unmasked",
-        "elastic softmax: positive tau gives weight to hidden keys",
-        "relu(p + tau/n) is not masked again; p = 0 there but tau/n is not",
-        "p",
-        "o is wrong from row 0 on for heads with positive tau; forward support above the diagonal",
-        "Make every tau negative: the comparison must turn healthy.",
-        needs=both(positive_tau, masked),
-        variants=always(in_both_halves(a=_unmasked)),
-    ),
+    elastic.UNMASKED,
     _tau(
         "tau-count",
         "elastic softmax: tau is divided by {detail} instead of the number of visible keys",

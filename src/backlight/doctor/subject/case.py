@@ -19,9 +19,9 @@ class Case:
     """What to examine a subject with. shape is (B, Hq, Sq, D); kv_heads, sk, dv default to the query side.
 
     bias: columns of the drawn table; tau, entmax: value of every head; pair_bias: words for the drawn one (`draw.PAIR_WORDS`);
-    None = as the recipe draws it. lengths: packed sequences instead of a batch. tensors: captured inputs in canonical layout,
-    from which the leading batches, heads, rows and columns are taken when the shape is smaller than they are. precision: what
-    a kernel is judged as, None for the dtype of its inputs.
+    None = as the recipe draws it. lengths: packed sequences instead of a batch; key_lengths: of their keys, where other.
+    tensors: captured inputs in canonical layout, from which the leading batches, heads, rows and columns are taken when the
+    shape is smaller than they are. precision: what a kernel is judged as, None for the dtype of its inputs.
     """
 
     spec: AttentionSpec = field(default_factory=AttentionSpec)
@@ -39,6 +39,7 @@ class Case:
     entmax: float | None = None
     pair_bias: tuple[str, ...] | None = None
     lengths: tuple[int, ...] | None = None
+    key_lengths: tuple[int, ...] | None = None
     tensors: dict[str, Tensor] | None = None
     precision: str | None = None
 
@@ -91,7 +92,8 @@ class Case:
 
     def _boundaries(self) -> dict[str, Any]:
         if self.lengths is not None:
-            return {"cu_seqlens": borders(self.lengths)}
+            own = borders(self.lengths)
+            return {"cu_seqlens": own if self.key_lengths is None else (own, borders(self.key_lengths))}
         if not self.packed:
             return {}
         assert self.tensors is not None

@@ -313,9 +313,13 @@ class Subject:
                 extras[spelled] = value
         if "enable_gqa" in accepted and call.group > 1:
             extras["enable_gqa"] = True
-        for name, count in (("max_seqlen_q", call.q.shape[2]), ("max_seqlen_k", call.k.shape[2])):
-            if name in accepted and layout.name == "packed":
-                extras[name] = count
+        if layout.name == "packed":
+            segments = call.segments()
+            longest = {
+                "max_seqlen_q": max((z.sq for z in segments), default=0),
+                "max_seqlen_k": max((z.sk for z in segments), default=0),
+            }
+            extras |= {name: count for name, count in longest.items() if name in accepted}
         return extras
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from backlight import intervals
+from backlight.doctor.defects import elastic
 from backlight.doctor.defects import read as names
 from backlight.doctor.defects.defect import Defect
 from backlight.doctor.defects.layouts import read_backward
@@ -80,8 +81,8 @@ def _weights(matrix: Recovered, problem: Problem, found: Read, forward_right: bo
     could_be_lost = ~hidden & (matrix.truth > FAINT) & matrix.known
     if _other_rows(matrix, could_be_lost, hidden & matrix.known, found):
         return
-    lost = _cells(matrix, matrix.holes, could_be_lost, True, found)
-    leaked = _cells(matrix, matrix.leaks, hidden & matrix.known, False, found)
+    lost = _cells(matrix, matrix.holes, could_be_lost, True, found, problem)
+    leaked = _cells(matrix, matrix.leaks, hidden & matrix.known, False, found, problem)
     if lost is not None and leaked is not None and not matrix.call.varlen:
         name = "mask-read" if matrix.name == "p" else "mask-read-backward"
         words = "; ".join(reading.text for reading in found.about(matrix.name))
@@ -109,7 +110,7 @@ def _other_rows(matrix: Recovered, could_be_lost: Tensor, could_leak: Tensor, fo
     return True
 
 
-def _cells(matrix: Recovered, wrong: Tensor, domain: Tensor, lost: bool, found: Read) -> Shape | None:
+def _cells(matrix: Recovered, wrong: Tensor, domain: Tensor, lost: bool, found: Read, problem: Problem) -> Shape | None:
     """The shape of the wrong cells of the worst head, and of which other heads it is the shape too."""
     counts = wrong.sum((2, 3))
     if not bool(counts.any()):
@@ -127,11 +128,26 @@ def _cells(matrix: Recovered, wrong: Tensor, domain: Tensor, lost: bool, found: 
         words += "; other heads differ"
     where = Where(heads=tuple(heads) if words else None, rows=shape.rows, keys=shape.keys, text=shape.text + words)
     numbers = {"cells": int(wrong.sum()), "tile": list(shape.tile or ()), "period": shape.period, "where": where}
-    reading = found.say(matrix.name, "lost" if lost else "leaked", shape.text + words, shape.cause, **numbers)
+    by_tau = not lost and _given_by_tau(matrix, problem)
+    cause = "they weigh tau / n, which is not masked" if by_tau else shape.cause
+    reading = found.say(matrix.name, "lost" if lost else "leaked", shape.text + words, cause, **numbers)
+    if by_tau:
+        found.defects.append(elastic.of_cells(shape.at, reading.sentence))
+        return shape
     name, make = CELL_NAMES.get((matrix.name, lost), ("", None))
     if make is not None and not matrix.call.varlen:
         _name(found, name, make, shape, reading, heads if same != everywhere else None)
     return shape
+
+
+def _given_by_tau(matrix: Recovered, problem: Problem) -> bool:
+    """Whether hidden keys weigh tau / n of the elastic softmax, and no more."""
+    call = matrix.call
+    if call.tau is None or call.varlen:
+        return False
+    n = intervals.visible_whole(call).sum(dim=-1, keepdim=True).clamp(min=1).to(matrix.value.device)
+    given = (call.tau.double()[:, None, None] / n).expand_as(matrix.value)[matrix.leaks]
+    return bool(((matrix.value[matrix.leaks] - given).abs() <= 4 * problem.eps * given).all())
 
 
 def _name(
@@ -210,7 +226,7 @@ def _score_gradient(matrix: Recovered, problem: Problem, subject: Subject, found
     lost = domain & (matrix.value.abs() < LOST * size)
     right = (matrix.value - matrix.truth).abs() <= 2 * LOST * size
     if bool(lost.any()) and int((domain & ~lost & ~right).sum()) <= 0.02 * int(domain.sum()):
-        _cells(matrix, lost, domain, True, found)
+        _cells(matrix, lost, domain, True, found, problem)
         if found.about(matrix.name) and "no shape" not in found.about(matrix.name)[-1].text:
             return
         found.readings = [reading for reading in found.readings if reading.stage != matrix.name]
