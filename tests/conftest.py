@@ -80,10 +80,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    quick = [item for item in items if isinstance(item, pytest.Function) and not item.get_closest_marker("slow")]
-    waiting = left_out((item.nodeid, item.callspec.params) for item in quick if hasattr(item, "callspec"))
     for item in items:
-        if item.nodeid.startswith(LATER) or item.nodeid in waiting:
+        if item.nodeid.startswith(LATER):
+            item.add_marker(pytest.mark.later)
+    # what waits anyway shows nothing
+    quick = [
+        item for item in items if hasattr(item, "callspec") and not {"slow", "later"} & {x.name for x in item.iter_markers()}
+    ]
+    waiting = left_out((item.nodeid, item.callspec.params) for item in quick)
+    for item in quick:
+        if item.nodeid in waiting:
             item.add_marker(pytest.mark.later)
     if torch.cuda.is_available():
         return
