@@ -9,7 +9,7 @@ import pytest
 
 from cases import CASES, Case
 from later import LATER
-from thinned import THINNED, Seen, asks_for, left_out
+from thinned import THINNED, Seen, asks_for, first_of_each, left_out
 
 ROOT = Path(__file__).parents[1]
 
@@ -68,3 +68,8 @@ def test_everything_that_cases_ask_for_stays(times: int) -> None:
     asked = [asks_for(case) for case in CASES]
     for word in set().union(*asked):
         assert sum(word in each for each in stays) >= min(times, sum(word in each for each in asked)), word
+
+
+def test_the_first_of_each_function() -> None:
+    names = ["a.py::f[2]", "a.py::f[1]", "a.py::g", "b.py::f[2]", "a.py::ff[1-[x]]", "a.py::f[3]"]
+    assert first_of_each(names) == {"a.py::f[2]", "a.py::g", "b.py::f[2]", "a.py::ff[1-[x]]"}

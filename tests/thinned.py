@@ -23,6 +23,7 @@ class Seen(NamedTuple):
 ONCE, TWICE = Seen(1), Seen(2)
 ASKED_ONCE, ASKED_TWICE = Seen(1, asked=True), Seen(2, asked=True)
 THINNED = {
+    "tests/bench/test_bench_peers.py::test_the_compiler_traces_flex_in_one_graph": ASKED_ONCE,
     "tests/conformance/test_backends.py::test_case": Seen(4, each="backend", asked=True),
     "tests/conformance/test_layouts.py::test_expanded_do": Seen(4),
     "tests/conformance/test_layouts.py::test_layout_of_do": Seen(4),
@@ -31,6 +32,9 @@ THINNED = {
     "tests/derivatives/test_every_transform.py::test_refusals": Seen(4),
     "tests/derivatives/test_every_transform.py::test_second_values": TWICE,
     "tests/derivatives/test_every_transform.py::test_values": Seen(4),
+    "tests/distributed/test_ring_entmax.py::test_by_the_gate": ONCE,
+    "tests/distributed/test_sharded_tangents.py::test_ring": ASKED_ONCE,
+    "tests/distributed/test_simulated.py::test_ring": Seen(1, each="world", asked=True),
     "tests/doctor/test_no_false_alarm.py::test_public_call": ONCE,
     "tests/doctor/test_no_false_alarm.py::test_public_call_recipes": ONCE,
     "tests/doctor/test_no_false_alarm.py::test_sdpa": ONCE,
@@ -145,3 +149,11 @@ def kept(tests: Mapping[str, set[str]], times: int) -> set[str]:
                 found.add(name)
                 seen.update(tests[name])
     return found
+
+
+def first_of_each(names: Iterable[str]) -> set[str]:
+    """Of each function the first name, whatever its parameters."""
+    firsts: dict[str, str] = {}
+    for name in names:
+        firsts.setdefault(name.partition("[")[0], name)
+    return set(firsts.values())
