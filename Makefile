@@ -47,15 +47,15 @@ $(TOOLS): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 
 install: $(TOOLS)  ## create the environment and install backlight into it
 
-test: lint  ## ruff, mypy, the Triton kernels in the interpreter, then every test but the long ones
+test: lint  ## ruff, mypy, the Triton kernels in the interpreter, then all tests but long ones and most combinations
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not later" $(PARALLEL) tests/interpreted
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not later" $(PARALLEL) $(ARGS)
 
-later: $(TOOLS)  ## the tests that are too long for `make test`: whole programs, models and compilations
+later: $(TOOLS)  ## what `make test` leaves out: whole programs, models, compilations, the other combinations of parameters
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "later and not slow" $(PARALLEL) tests/interpreted
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "later and not slow" $(PARALLEL) $(ARGS)
 
-slow: $(TOOLS)  ## the tests that `make test` leaves out: long compilations, every mutant of the doctor
+slow: $(TOOLS)  ## the longest tests: long compilations, every mutant of the doctor
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow $(PARALLEL) $(ARGS)
 
 demo: $(LIBRARY)  ## see it work on this machine, under three minutes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from torch.utils._python_dispatch import _disable_current_modes
 
 from later import LATER
-from thinned import left_out
+from thinned import first_of_each, left_out
 
 ALLOCATORS = (
     (torch, "empty"),
@@ -79,14 +79,34 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "clean_memory: leave the allocators alone (compilers look into them)")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    quick = [item for item in items if isinstance(item, pytest.Function) and not item.get_closest_marker("slow")]
-    waiting = left_out((item.nodeid, item.callspec.params) for item in quick if hasattr(item, "callspec"))
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
+    wait(items)
+    result = yield
+    if not torch.cuda.is_available():
+        skip_what_needs_a_card(config, items)
+    return result
+
+
+def wait(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.nodeid.startswith(LATER) or item.nodeid in waiting:
+        if item.nodeid.startswith(LATER):
             item.add_marker(pytest.mark.later)
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+    # what waits anyway shows nothing
+    quick = [
+        item for item in items if hasattr(item, "callspec") and not {"slow", "later"} & {x.name for x in item.iter_markers()}
+    ]
+    waiting = left_out((item.nodeid, item.callspec.params) for item in quick)
+    for item in quick:
+        if item.nodeid in waiting:
+            item.add_marker(pytest.mark.later)
+
+
+def skip_what_needs_a_card(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Each function once, whatever its parameters: thousands of tests that are skipped take longer than many that run."""
+    needy = {item.nodeid: item for item in items if item.get_closest_marker("gpu")}
+    told = first_of_each(needy)
+    for name in told:
+        needy[name].add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+    config.hook.pytest_deselected(items=[item for name, item in needy.items() if name not in told])
+    items[:] = [item for item in items if item.nodeid in told or item.nodeid not in needy]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import card
+import pytest
 
 from backlight.bench.results import read
 
@@ -24,6 +25,12 @@ def test_case(backend, length, record_property):
 def test_alone():
     pass
 """
+
+
+@pytest.fixture(autouse=True)
+def no_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The made-up tests need none, and each of the processes would import them."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 
 def count(folder: Path, limit: int, chosen: str = "") -> dict:

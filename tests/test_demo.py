@@ -251,9 +251,17 @@ def test_nan_loss_is_not_learning(short_run):
     assert not history.learned
 
 
-def test_report_fails_on_what_did_not_learn(short_run, console, tmp_path):
-    assert not train.report(console, short_run, tmp_path)
-    assert "at least 1.5 were expected" in console.file.getvalue()
+@pytest.fixture(scope="module")
+def reported(short_run, tmp_path_factory):
+    """The verdict on the short run, what was said of it, the folder of its pictures."""
+    console, folder = Console(file=io.StringIO(), width=120), tmp_path_factory.mktemp("reported") / "new"
+    return train.report(console, short_run, folder), console.file.getvalue(), folder
+
+
+def test_report_fails_on_what_did_not_learn(reported):
+    learned, said, _ = reported
+    assert not learned
+    assert "at least 1.5 were expected" in said
 
 
 @pytest.mark.slow
@@ -264,12 +272,12 @@ def test_the_whole_demo_learns(console, tmp_path):
 # --- pictures ----------------------------------------------------------------------------------------------------------------
 
 
-def test_pictures_are_written(short_run, console, tmp_path):
+def test_pictures_are_written(reported):
     pytest.importorskip("matplotlib")
-    pictures.report(console, short_run, tmp_path / "new")
-    written = sorted(path.name for path in (tmp_path / "new").iterdir())
+    *_, folder = reported
+    written = sorted(path.name for path in folder.iterdir())
     assert written == ["train_entmax.png", "train_entmax.svg", "train_lm.png", "train_lm.svg"]
-    assert (tmp_path / "new" / "train_lm.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "train_lm.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_text_stands_in_for_pictures(short_run, console, tmp_path, monkeypatch):

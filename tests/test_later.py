@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from cases import CASES, Case
 from later import LATER
-from thinned import THINNED, Seen, left_out
+from thinned import THINNED, Seen, asks_for, first_of_each, left_out
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,3 +47,29 @@ def test_what_is_named_apart_sees_every_value_in_the_same_tests() -> None:
     assert pairs[0] == pairs[1] == pairs[2]
     assert {j for j, _ in pairs[0]} == set(range(4))
     assert {k for _, k in pairs[0]} == set(range(5))
+
+
+def test_what_a_case_asks_for() -> None:
+    heads = {"hq", "hq above 0", "hq - hkv above 0"}
+    assert asks_for(Case("plain")) == {"nothing", "sq - sk 0", "hq - hkv 0"}
+    assert asks_for(Case("gqa", hq=4, tau=(-0.7, 0.4))) == {*heads, "sq - sk 0", "tau", "tau below 0", "tau above 0"}
+    pair = {"pair_bias", "pair_bias rows", "pair_bias hidden"}
+    assert asks_for(Case("pair", sk=9, pair_bias=("rows", "hidden"))) == {
+        *pair, "sk", "sk above 0", "sq - sk above 0", "hq - hkv 0"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("times", [1, 2, 4])
+def test_everything_that_cases_ask_for_stays(times: int) -> None:
+    every = {f"c.py::h[{case.name}]": {"case": case} for case in CASES}
+    waiting = left_out(every.items(), {"c.py::h": Seen(times, asked=True)})
+    assert len(waiting) > len(every) / 2
+    stays = [asks_for(each["case"]) for name, each in every.items() if name not in waiting]
+    asked = [asks_for(case) for case in CASES]
+    for word in set().union(*asked):
+        assert sum(word in each for each in stays) >= min(times, sum(word in each for each in asked)), word
+
+
+def test_the_first_of_each_function() -> None:
+    names = ["a.py::f[2]", "a.py::f[1]", "a.py::g", "b.py::f[2]", "a.py::ff[1-[x]]", "a.py::f[3]"]
+    assert first_of_each(names) == {"a.py::f[2]", "a.py::g", "b.py::f[2]", "a.py::ff[1-[x]]"}

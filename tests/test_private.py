@@ -99,7 +99,7 @@ warnings.simplefilter("ignore")
 source, with_triton = Path(sys.argv[1]), sys.argv[2] == "True"
 import rich.console, rich.table
 import torch
-import torch._dynamo, torch._functorch.config, torch.fx.experimental.proxy_tensor
+import torch._decomp.decompositions_for_jvp, torch._dynamo, torch._functorch.config, torch.fx.experimental.proxy_tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 

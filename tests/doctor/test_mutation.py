@@ -54,7 +54,8 @@ def entries(names: Iterable[str], quick: Container[str], later: Container[str] =
 
 # no mutant shows these, only probes and measurements do
 WITHOUT_MUTANT = {defect.id for defect in catalogue.DEFECTS if defect.variants is None}
-FIRST = {defects[0].id for defects in catalogue.families().values()}
+# of every other family the first is for `make test`, of the others for `make later`
+FIRST = [defects[0].id for defects in catalogue.families().values()]
 UNNAMED = {name for name, entry in RECORD["defects"].items() if entry["white box"].startswith("open")}
 
 
@@ -69,7 +70,7 @@ def test_broken_kernel_is_found(name: str) -> None:
     assert report.findings[0].id == name, f"{name} was called {[f.id for f in report.findings]}"
 
 
-@pytest.mark.parametrize("name", entries(INJECTED, FIRST, WITHOUT_MUTANT | UNNAMED))
+@pytest.mark.parametrize("name", entries(INJECTED, FIRST[::2], {*FIRST[1::2], *WITHOUT_MUTANT, *UNNAMED}))
 def test_broken_tiled_backend_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     report = shares.examine(name, monkeypatch)
     expect_found(report, name)

@@ -24,6 +24,9 @@ def quick_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(interpreter, "_patch_lang", patching_once(interpreter))
         monkeypatch.setattr(interpreter, "_get_np_dtype", remembering(interpreter._get_np_dtype))
+        core = interpreter.tl.core
+        monkeypatch.setattr(core.block_type, "__init__", sharing_blocks(core.block_type.__init__))
+        monkeypatch.setattr(core.tensor, "__init__", sharing_shapes(core.tensor.__init__))
         # without `debug` nobody looks at what the arithmetic in 64 bits beside each operation finds
         builder = interpreter.interpreter_builder
         assert not builder.options.debug
@@ -61,3 +64,30 @@ def remembering(numpy_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return known[name]
 
     return remembered
+
+
+def sharing_blocks(describe: Callable[..., None]) -> Callable[..., None]:
+    """It checks and names the type of a block anew for each of its values."""
+    known: dict[Any, dict[str, Any]] = {}
+
+    def described(block: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, getattr(element_ty, "address_space", None), *(getattr(n, "value", n) for n in shape))
+        if key not in known:
+            describe(block, element_ty, shape)
+            known[key] = vars(block).copy()
+        vars(block).update(known[key])
+
+    return described
+
+
+def sharing_shapes(make: Callable[..., None]) -> Callable[..., None]:
+    """It makes constants of the lengths of a block anew for each of its values."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def made(value: Any, handle: Any, type: Any) -> None:
+        if type.name not in known:
+            make(value, handle, type)
+            known[type.name] = {name: each for name, each in vars(value).items() if name not in ("handle", "type")}
+        vars(value).update(known[type.name], handle=handle, type=type)
+
+    return made

@@ -14,13 +14,13 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import backlight
 from backlight import documents
 from backlight.mask import Mask
-from packed_documents import CASES, results
+from packed_documents import CASES, Documents, results
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_packed_is_the_same_as_intervals(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_packed_is_the_same_as_intervals(case: Documents, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "SHORTEST", 1)
-    case = CASES[name].quarter()
+    case = case.quarter()
     tensors, made = case.tensors(torch.float32), case.mask()
     assert backlight.explain(**tensors, mask=made, **case.options).documents.startswith("documents of known lengths run packed")
     got, want = (results(each, tensors, backend="triton", **case.options) for each in (made, Mask(made.rows)))
