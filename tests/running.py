@@ -62,7 +62,7 @@ def forward(call: Call, inputs: Mapping[str, Tensor], backend: str | None = None
 
 
 def ways(call: Call) -> tuple[tuple[bool, Call], ...]:
-    """(`fixed` of `run`, the call that it makes): two where alpha of an entmax is a number, which may also be given as learned."""
+    """(`fixed` of `run`, the call that it makes): two where alpha of an entmax is a number, which may be learned."""
     learned = False, replace(call, spec=call.spec.replace(alpha=None))
     return ((False, call),) if call.spec.alpha is None else (learned, (True, call))
 

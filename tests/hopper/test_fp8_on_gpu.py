@@ -39,7 +39,9 @@ def test_against_the_emulation(run: tuple[int, int, int, int, int, int, dict[str
     (y, lse), (y_wanted, lse_wanted) = (calls.forward(call, given, name) for name in ("hopper", "emulated"))
     seen = lse_wanted.isfinite()
     assert torch.equal(seen, lse.isfinite())
-    # y in 16 bits, sums in 16 bits, and weights near the middle of two neighbours that went the other way
-    assert float((y.double() - y_wanted.double()).norm() / y_wanted.double().norm()) < 6e-3
+    # y in 16 bits, sums in 16 bits, and weights near the middle of two neighbours that went the other way: of these, few rows
+    # have more or fewer than their share
+    few = max(1.0, (32 / lse.numel()) ** 0.5)
+    assert float((y.double() - y_wanted.double()).norm() / y_wanted.double().norm()) < 6e-3 * few
     assert float((lse - lse_wanted)[seen].abs().max()) < 0.03
     assert not y[~seen].any()

@@ -24,8 +24,6 @@ class Variant(NamedTuple):
     # a mask, or a last block that is not full
     MASKED: bool
     PINGPONG: bool
-    # columns of a product with ones by which weights are summed; 0: added up in pairs
-    SUMS: int = 0
     VARLEN: bool = False
     SOFTCAP: bool = False
     BIAS: bool = False
@@ -57,10 +55,9 @@ class Scales(NamedTuple):
 
 @arguments
 class Buffers:
-    """Shared memory of a CTA besides the rings, and its mbarriers; ones: keys of one; tile: published tiles."""
+    """Shared memory of a CTA besides the rings, and its mbarriers; tile: published tiles."""
 
     q: gl.shared_memory_descriptor
-    ones: Maybe
     o: gl.shared_memory_descriptor
     gate_full: Maybe
     tile: gl.shared_memory_descriptor

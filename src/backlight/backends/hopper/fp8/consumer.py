@@ -26,7 +26,6 @@ from backlight.backends.hopper.fp8.steps import (
     seen_scores,
     softmax_step,
     start_scores,
-    start_sums,
     termed,
 )
 from backlight.backends.hopper.primitives import INF, LN2, WM, end_block, log2_of_sum
@@ -79,29 +78,21 @@ def start_piece(p, weights, stage, NUMBER: gl.constexpr):
 
 @gluon.jit
 def start_outputs(p, weights, stage):
-    """The first pieces in flight: two, where there are several; before them sums, where matmuls make those."""
-    tokens = ()
-    if p.V.SUMS:
-        tokens += (start_sums(p, weights),)
-    tokens += (start_piece(p, weights, stage, 0),)
+    """The first pieces in flight: two, where there are several."""
+    tokens = (start_piece(p, weights, stage, 0),)
     if piece_of(p.V.D) < p.V.D:
         tokens += (start_piece(p, weights, stage, 1),)
     return tokens
 
 
 @gluon.jit
-def collect_outputs(p, o, row_sum, rescale, weights, stage, tokens, BEHIND: gl.constexpr):
-    """(O, sums) with all pieces of a block, of which two are in flight at a time, and BEHIND matmuls behind them; the stage is
+def collect_outputs(p, o, rescale, weights, stage, tokens, BEHIND: gl.constexpr):
+    """O with all pieces of a block, of which two are in flight at a time, and BEHIND matmuls behind them; the stage is
     released."""
     PIECES: gl.constexpr = p.V.D // piece_of(p.V.D)
-    FIRST: gl.constexpr = 1 if p.V.SUMS else 0
     added_up = ()
     for i in gl.static_range(PIECES):
-        if p.V.SUMS and i == 0:
-            sums, part = warpgroup_mma_wait(BEHIND + (1 if i < PIECES - 1 else 0), deps=[tokens[0], tokens[1]])
-            row_sum = added(row_sum, rescale, sums)
-        else:
-            part = warpgroup_mma_wait(BEHIND + (1 if i < PIECES - 1 else 0), deps=[tokens[FIRST + i]])
+        part = warpgroup_mma_wait(BEHIND + (1 if i < PIECES - 1 else 0), deps=[tokens[i]])
         if i == PIECES - 1:
             release(p.v, stage)
         piece = added(o[i], rescale, part)
@@ -111,7 +102,7 @@ def collect_outputs(p, o, row_sum, rescale, weights, stage, tokens, BEHIND: gl.c
         added_up += (piece,)
         if i + 2 < PIECES:
             tokens += (start_piece(p, weights, stage, i + 2),)
-    return added_up, row_sum
+    return added_up
 
 
 @gluon.jit
@@ -150,15 +141,15 @@ def advance(p, q, view, rows, q_scale, k_scale_ptr, count, block, W: gl.constexp
     if p.V.PINGPONG:
         hand_on_turn(p, W)
     if PLAIN:
-        o, row_sum = collect_outputs(p, rows.o, row_sum, rescale, weights, v_stage, tokens, 1)
+        o = collect_outputs(p, rows.o, rescale, weights, v_stage, tokens, 1)
         s = warpgroup_mma_wait(0, deps=[s_token])
         release(p.k, k_stage)
     else:
-        s = warpgroup_mma_wait(len(tokens), deps=[s_token])
+        s = warpgroup_mma_wait(1, deps=[s_token])
         release(p.k, k_stage)
         if not p.V.SOFTCAP:
             s, following = seen_scores(p, view, s, following, block)
-        o, row_sum = collect_outputs(p, rows.o, row_sum, rescale, weights, v_stage, tokens, 0)
+        o = collect_outputs(p, rows.o, rescale, weights, v_stage, tokens, 0)
         if p.V.SOFTCAP:
             s, following = seen_scores(p, view, s, following, block)
     return Rows(o, s, row_max, row_sum, following)
@@ -173,7 +164,7 @@ def advance_wide(p, q, view, rows, q_scale, k_scale_ptr, count, block, W: gl.con
     if p.V.PINGPONG:
         wait_turn(p, W)
     tokens = start_outputs(p, weights, ring_stage(p.v, count))
-    o, row_sum = collect_outputs(p, rows.o, row_sum, rescale, weights, ring_stage(p.v, count), tokens, 0)
+    o = collect_outputs(p, rows.o, rescale, weights, ring_stage(p.v, count), tokens, 0)
     wait_full(p.k, count + 1)
     s_token = start_scores(p, q, ring_stage(p.k, count + 1))
     if p.V.PINGPONG:
@@ -188,7 +179,7 @@ def advance_wide(p, q, view, rows, q_scale, k_scale_ptr, count, block, W: gl.con
 def store_lse(p, row_max, row_sum, turn, W: gl.constexpr):
     """lse of a tile's rows to global memory. Returns what O is multiplied by, and where the rows are."""
     row_l: gl.constexpr = gl.SliceLayout(1, accumulator(p.V.BN))
-    total = gl.convert_layout(gl.max(row_sum, 1) if p.V.SUMS else gl.sum(row_sum, 1), row_l, assert_trivial=True)
+    total = gl.convert_layout(gl.sum(row_sum, 1), row_l, assert_trivial=True)
     # read again: registers are short in the loops
     place = place_of(p, turn & 3, W)
     numbers = place.i0 + gl.arange(0, WM, row_l)
@@ -229,14 +220,11 @@ def finish(p, rows, kv_head, count, turn, W: gl.constexpr):
     weights, row_max, row_sum, rescale = softmax_step(p, rows.s, rows.factor, rows.row_max, rows.row_sum)
     wait_full(p.v, count)
     tokens = start_outputs(p, weights, ring_stage(p.v, count))
-    if p.V.SUMS == 0:
-        inverse, place = store_lse(p, row_max, row_sum, turn, W)
+    inverse, place = store_lse(p, row_max, row_sum, turn, W)
     if not p.V.GATE:
         # the store of the tile before has left the buffer
         tma.store_wait(0)
-    o, row_sum = collect_outputs(p, rows.o, row_sum, rescale, weights, ring_stage(p.v, count), tokens, 0)
-    if p.V.SUMS:
-        inverse, place = store_lse(p, row_max, row_sum, turn, W)
+    o = collect_outputs(p, rows.o, rescale, weights, ring_stage(p.v, count), tokens, 0)
     for i in gl.static_range(len(o)):
         write_piece(p, o[i], inverse, kv_head, turn, i, W)
     fence_async_shared()

@@ -25,25 +25,19 @@ TOGETHER = 8
 
 @dataclass(frozen=True, slots=True)
 class Fp8Config:
-    """Stages of the rings; pingpong: warpgroups take turns with their matmuls; sums: `Variant.SUMS`."""
+    """Stages of the rings; pingpong: warpgroups take turns with their matmuls."""
 
     stages: int = 3
     pingpong: bool = True
-    sums: int = 0
 
     def __post_init__(self) -> None:
         if 2 * self.stages + 2 * self.pingpong > 8:
             raise ValueError(f"{self} needs more than the 8 named barriers that are free")
 
 
-# columns by which weights of wide heads are summed
-SUMS = 0
-
-
 def config_of(d: int, masked: bool = False) -> Fp8Config:
     """O of 256 columns leaves through 64 KB, as much as a stage of both rings takes."""
-    sums = SUMS if d > 64 else 0
-    return resolve("hopper.fp8", lambda: Fp8Config(3 if d <= 128 else 2, pingpong=d > 64 or masked, sums=sums))
+    return resolve("hopper.fp8", lambda: Fp8Config(3 if d <= 128 else 2, pingpong=d > 64 or masked))
 
 
 def tiles(tensor: Tensor, rows: int, width: int) -> TensorDescriptor:
@@ -66,7 +60,6 @@ def variant_of(call: Call, given: Quantised, config: Fp8Config) -> Variant:
         HAS_RIGHT=spec.right is not None,
         MASKED=masked or call.varlen or sk % BLOCK != 0,
         PINGPONG=config.pingpong,
-        SUMS=config.sums,
         VARLEN=call.varlen,
         SOFTCAP=spec.softcap is not None,
         BIAS=spec.bias,

@@ -26,12 +26,7 @@ def memory_of(o_dtype: gl.constexpr, V: gl.constexpr):
     gate_full: gl.constexpr = None
     if V.GATE:
         gate_full = barriers(V.NC, 1)
-    ones: gl.constexpr = None
-    if V.SUMS:
-        ones = tiles_of(gl.float8e4nv, 1, V.SUMS, V.BN)
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-        ones.index(0).store(gl.full([V.SUMS, V.BN], 1.0, gl.float32, layout).to(gl.float8e4nv))
-    return Buffers(q, ones, o, gate_full, tile, barriers(V.NC, 1), barriers(V.NC, 1))
+    return Buffers(q, o, gate_full, tile, barriers(V.NC, 1), barriers(V.NC, 1))
 
 
 NUMBERS = [

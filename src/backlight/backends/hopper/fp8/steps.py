@@ -56,7 +56,7 @@ def next_integer(x):
 
 @gluon.jit
 def softmax_step(p, s, factor, row_max, row_sum):
-    """(e4m3 of a block's weights, maximum, sums, factor of what came before), eq. 98; sums are those of the rounded weights."""
+    """(e4m3 of a block's weights as operand, maximum, sums, factor of what came before), eq. 98; sums are of those."""
     new_max = gl.maximum(row_max, next_integer(gl.max(s, 1) * factor))
     top = new_max
     if p.V.MASKED:
@@ -64,20 +64,10 @@ def softmax_step(p, s, factor, row_max, row_sum):
         top = gl.where(new_max == -INF, 0.0, new_max)
     rescale = gl.exp2(row_max - top)
     p8 = gl.exp2(s * factor - gl.expand_dims(top - HEADROOM, 1)).to(gl.float8e4nv)
-    if p.V.SUMS == 0:
-        # ulps of 16 bits: what 16 of the weights add up to is rounded once more by a thousandth
-        sums = gl.sum(gl.reshape(p8.to(gl.float16), [WM, p8.shape[1] // 8, 8]), 1)
-        row_sum = added(row_sum, rescale, gl.convert_layout(sums.to(gl.float32), row_sum.type.layout, assert_trivial=True))
+    # ulps of 16 bits: what 16 of the weights add up to is rounded once more by a thousandth
+    sums = gl.sum(gl.reshape(p8.to(gl.float16), [WM, p8.shape[1] // 8, 8]), 1)
+    row_sum = added(row_sum, rescale, gl.convert_layout(sums.to(gl.float32), row_sum.type.layout, assert_trivial=True))
     return as_weights(p8), new_max, row_sum, rescale
-
-
-@gluon.jit
-def start_sums(p, weights):
-    """Sums of rounded weights, in flight: a product with ones, all columns of it equal."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, accumulator(p.V.SUMS), 4)
-    weights = gl.convert_layout(weights, operand, assert_trivial=True)
-    ones = p.buffers.ones.index(0)
-    return warpgroup_mma(weights, ones.permute((1, 0)), no_products(p.V.SUMS), use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -115,7 +105,7 @@ def first_sums(p, view, head):
     """(maximum, partial sums) of rows that have met no key: the sink, which stands beside scores without offset (eq. 97)."""
     row_l: gl.constexpr = gl.SliceLayout(1, accumulator(p.V.BN))
     row_max = gl.full([WM], -INF, gl.float32, row_l)
-    row_sum = no_products(p.V.SUMS) if p.V.SUMS else gl.zeros([WM, 8], gl.float32, row_sum_layout(p.V.BN))
+    row_sum = gl.zeros([WM, 8], gl.float32, row_sum_layout(p.V.BN))
     if p.V.SINK:
         rows = view.i0 + gl.arange(0, WM, row_l)
         at = head.to(gl.int64) * p.sq + view.q_start + rows
@@ -125,10 +115,7 @@ def first_sums(p, view, head):
         row_max = next_integer(sink)
         weight = gl.where(row_max == -INF, 0.0, gl.exp2(sink - row_max + HEADROOM))
         weight = gl.convert_layout(weight, gl.SliceLayout(1, row_sum.type.layout), assert_trivial=True)
-        if p.V.SUMS:
-            row_sum = row_sum + gl.expand_dims(weight, 1)
-        else:
-            row_sum = sink_sums(row_sum) * gl.expand_dims(weight, 1)
+        row_sum = sink_sums(row_sum) * gl.expand_dims(weight, 1)
     return row_max, row_sum
 
 
