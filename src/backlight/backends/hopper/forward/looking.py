@@ -5,7 +5,8 @@ from triton.experimental.gluon import language as gl
 
 from backlight.backends.hopper.forward.elastic import skip_keys
 from backlight.backends.hopper.forward.live_blocks import mark
-from backlight.backends.hopper.forward.sparse import no_sums, seen_scores, sink_of, sink_sums
+from backlight.backends.hopper.forward.rows_of_entmax import no_sums, sink_of, sink_sums
+from backlight.backends.hopper.forward.sparse import seen_scores
 from backlight.backends.hopper.forward.steps import accumulator, first_head, next_head, release_q, row_totals, take_scores
 from backlight.backends.hopper.forward.tiles import END, place_of, q_buffer, view_of
 from backlight.backends.hopper.primitives import INF, WM, partial_sums
