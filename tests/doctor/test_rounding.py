@@ -1,4 +1,4 @@
-"""Where a 16-bit kernel rounds is read off ties, and sums that are not fp32 off their growth (math3: eq. 105-107)."""
+"""Where a 16-bit kernel rounds is read off ties, and sums that are not fp32 off their growth (math.md: eq. 105-107)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_healthy_kernel_rounds_o_once_and_has_the_bias_of_16_bits(dtype, causa
 
 
 def test_what_rounding_does_on_ties():
-    """The shares of the table in math3, section 18."""
+    """The shares of the table in math.md, section 18."""
     assert measured(attention(once))[0] == 0
     assert 0.15 < measured(attention(twice))[0] < 0.35
     wrong, bias = measured(attention(cut))

@@ -1,4 +1,4 @@
-"""Where a 16-bit kernel rounds, by probes that put o on ties of the format (math3: eq. 105-107).
+"""Where a 16-bit kernel rounds, by probes that put o on ties of the format (docs/math.md, eq. 105-107).
 
 None of this is a defect by itself: every kernel that stores o in 16 bits and takes delta from it has the bias of eq. 105. It is
 told, because training has failed there.

@@ -1,4 +1,4 @@
-"""Errors with a sign: rounding to nearest has none, cutting has (math: eq. 104)."""
+"""Errors with a sign: rounding to nearest has none, cutting has (docs/math.md, eq. 104)."""
 
 from __future__ import annotations
 
