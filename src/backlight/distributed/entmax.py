@@ -157,7 +157,7 @@ class _Rows:
         return u.masked_fill(lse == -math.inf, 0)
 
     def row_sums(self, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """(W, 1 where nothing weighs, and eta of eq. 89, which is 0 there): a sweep of its own, for gradients at lse and by alpha."""
+        """(W, 1 where nothing weighs, and eta of eq. 89, zero there): a sweep of its own, for gradients at lse and by alpha."""
         sums, entropy = self._sums(lse, "backward, sums of rows")
         weighs = sums.w > 0
         w = torch.where(weighs, sums.w, 1)
