@@ -63,6 +63,23 @@ def test_a_table_beyond_every_distance_is_never_met(big: int) -> None:
     assert torch.equal(dbias, torch.zeros_like(bias))
 
 
+@pytest.mark.parametrize("entmax", [None, 1.5], ids=["softmax", "entmax"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("softcap", [1e-300, 1e-45, 1e-40, 3e38, 1e39, 1e100, sys.float_info.max])
+def test_a_softcap_that_fp32_does_not_hold(softcap: float, dtype: torch.dtype, entmax: float | None) -> None:
+    """Beyond every score it is none, below every score all scores are level: it was NaN, with entmax 0 and an lse of inf."""
+    x = {name: t.detach().to(dtype).requires_grad_() for name, t in tensors().items()}
+
+    def run(softcap: float | None, scale: float | None) -> list[Tensor]:
+        y, lse = backlight.attention(
+            **x, softcap=softcap, scale=scale, entmax=entmax, causal=True, return_lse=True, backend="tiled"
+        )
+        return [y, lse, *torch.autograd.grad(y.square().sum(), tuple(x.values()))]
+
+    for got, wanted in zip(run(softcap, None), run(None, None if softcap > 1 else 0.0), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
 @pytest.mark.parametrize("tau", [None, (0.4, -0.7)], ids=["softmax", "elastic"])
 def test_a_sink_of_plus_infinity_takes_everything(tau: tuple[float, float] | None) -> None:
     """p = 0, p0 = 1 and lse = +inf: o is 0 but for what tau adds, and only dlse reaches the sink (eq. 9 to 12, 23)."""
