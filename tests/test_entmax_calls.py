@@ -145,3 +145,16 @@ def test_what_is_not_a_number_stays_one(where: str) -> None:
     y = backlight.attention(**given, backend="tiled")
     assert y[:, 0].isnan().all()
     assert y[:, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("alpha", [1.2, 1.5, 2.0])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_key_that_is_not_a_number_or_endless(causal: bool, value: float, alpha: float) -> None:
+    """Beside finite keys, and with no other row or head that kept its tile, y was 0 as if nothing were seen."""
+    q, k, v = torch.randn(1, 1, 6, 4).abs(), torch.randn(1, 1, 6, 4), torch.randn(1, 1, 6, 4)
+    k[0, 0, 3] = value
+    y, lse = backlight.attention(q, k, v, entmax=alpha, causal=causal, backend="tiled", return_lse=True)
+    seeing = torch.arange(6) >= (3 if causal else 0)
+    assert torch.equal(y[0, 0].isnan(), seeing[:, None].expand(6, 4))
+    assert torch.equal(~lse[0, 0].isfinite(), seeing)

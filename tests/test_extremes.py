@@ -63,6 +63,64 @@ def test_a_table_beyond_every_distance_is_never_met(big: int) -> None:
     assert torch.equal(dbias, torch.zeros_like(bias))
 
 
+@pytest.mark.parametrize("entmax", [None, 1.5], ids=["softmax", "entmax"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("softcap", [1e-300, 1e-45, 1e-40, 3e38, 1e39, 1e100, sys.float_info.max])
+def test_a_softcap_that_fp32_does_not_hold(softcap: float, dtype: torch.dtype, entmax: float | None) -> None:
+    """Beyond every score it is none, below every score all scores are level: it was NaN, with entmax 0 and an lse of inf."""
+    x = {name: t.detach().to(dtype).requires_grad_() for name, t in tensors().items()}
+
+    def run(softcap: float | None, scale: float | None) -> list[Tensor]:
+        y, lse = backlight.attention(
+            **x, softcap=softcap, scale=scale, entmax=entmax, causal=True, return_lse=True, backend="tiled"
+        )
+        return [y, lse, *torch.autograd.grad(y.square().sum(), tuple(x.values()))]
+
+    for got, wanted in zip(run(softcap, None), run(None, None if softcap > 1 else 0.0), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+HIDING = {
+    "causal": {"causal": True},
+    "window": {"window": (1, 0)},
+    "elastic": {"causal": True, "tau": torch.tensor([-0.3, 0.2])},
+    "sink": {"causal": True, "sink": torch.tensor([0.5, -0.5])},
+    "softcap": {"causal": True, "softcap": 5.0},
+    "bias": {"window": (2, 1), "bias": torch.zeros(2, 3)},
+    "max logit": {"causal": True, "return_max_logit": True},
+}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("how", HIDING)
+def test_a_hidden_key_may_be_anything(how: str, value: float) -> None:
+    """A score that is not a number stayed one where a mask hides it: rows that do not see the key were NaN."""
+    x, keywords = {name: t.detach() for name, t in tensors(SK, SK).items()}, {"return_max_logit": False} | HIDING[how]
+    with_max = keywords.pop("return_max_logit")
+    spec = AttentionSpec(causal=keywords.get("causal", False), window=keywords.get("window", (None, None)))
+    sees = spec.allowed(SK, SK)[:, 4]
+    clean = backlight.attention(**x, **keywords, return_lse=True, backend="tiled")
+    x["k"][0, :, 4] = value * x["q"][0, :, 5].sign()
+    found = backlight.attention(**x, **keywords, return_lse=True, return_max_logit=with_max, backend="tiled")
+    for got, wanted in zip(found, clean, strict=False):
+        assert torch.equal(got[:, :, ~sees], wanted[:, :, ~sees])
+    assert not found[1][:, :, 5].isfinite().any() or how == "softcap"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sk", [1, 6, 17, 40])
+def test_queries_that_are_no_numbers_give_none(sk: int, causal: bool) -> None:
+    """torch's kernel takes a few scores that are not numbers for a row that sees nothing: y and lse were 0."""
+    q, k, v = torch.randn(2, 4, sk, 8), torch.randn(2, 2, sk, 8), torch.randn(2, 2, sk, 8)
+    k[1, 1, 0], v[0] = 0, 0
+    q[0, 1, sk - 1, 3] = math.nan
+    q[1, 2, 0] = math.nan
+    y, lse = backlight.attention(q, k, v, causal=causal, return_lse=True, backend="aten")
+    spoilt = q.isnan().any(dim=-1)
+    assert torch.equal(lse.isnan(), spoilt)
+    assert torch.equal(y.isnan(), spoilt[..., None].expand_as(y))
+
+
 @pytest.mark.parametrize("tau", [None, (0.4, -0.7)], ids=["softmax", "elastic"])
 def test_a_sink_of_plus_infinity_takes_everything(tau: tuple[float, float] | None) -> None:
     """p = 0, p0 = 1 and lse = +inf: o is 0 but for what tau adds, and only dlse reaches the sink (eq. 9 to 12, 23)."""

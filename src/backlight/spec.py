@@ -41,6 +41,8 @@ LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 # no row is this far from a key: kernels count positions in 32 bits, and a reach must not leave them when one is added to it
 BEYOND = 1 << 30
+# caps outside are as good as none, or as one that all scores have reached: fp32 holds neither them nor what they divide
+CAPS = 2.0**-100, 2.0**100
 LARGEST = sys.float_info.max
 # a compiler puts a symbol in the place of a number that differs from call to call
 WHOLE = (int, torch.SymInt)
@@ -182,7 +184,9 @@ class AttentionSpec:
         self._keep_within_reach()
 
     def _keep_within_reach(self) -> None:
-        """Numbers beyond every distance become ones that mean the same and overflow nowhere."""
+        """Numbers beyond every distance, and caps beyond every score, become ones that mean the same and overflow nowhere."""
+        if self.softcap is not None and not CAPS[0] <= self.softcap <= CAPS[1]:
+            object.__setattr__(self, "softcap", CAPS[0] if self.softcap < CAPS[0] else CAPS[1])
         left, right = self.window
         if (left is not None and left >= BEYOND) or (right is not None and right >= BEYOND):
             sides = tuple(None if reach is None or reach >= BEYOND else reach for reach in self.window)

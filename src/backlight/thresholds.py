@@ -56,7 +56,8 @@ class Bound(NamedTuple):
 
     def moved(self, new: Tensor) -> tuple[Tensor, Tensor]:
         """(the bound `new`, 0 where it is none; what the line has come down to there). `new` is nowhere lower than theta."""
-        seen, known = new > -math.inf, self.theta > -math.inf
+        # what is not a number stays one
+        seen, known = new != -math.inf, self.theta != -math.inf
         base = torch.where(seen, new, 0)
         by = torch.where(known, base - torch.where(known, self.theta, 0), 0)
         return base, (self.line - self.slope * by).clamp(min=0)
@@ -71,7 +72,7 @@ class Bound(NamedTuple):
             t = t + sum_of(had - b * t, h - s * t, b, s, e).newton(e).clamp(min=0)
         both = sum_of(had - b * t, h - s * t, b, s, e)
         slope = torch.where(both.f > 0, both.w / power(both.f, 1 - 1 / e), 0)
-        return Bound(torch.where(new > -math.inf, base + t, -math.inf), power(both.f, 1 / e), slope)
+        return Bound(torch.where(new != -math.inf, base + t, -math.inf), power(both.f, 1 / e), slope)
 
 
 def sum_of(left: Tensor, right: Tensor, b: Tensor, s: Tensor, e: Tensor) -> Sums:

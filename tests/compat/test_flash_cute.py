@@ -59,6 +59,18 @@ def test_batched(sq: int, sk: int, window: fa4.Window, causal: bool, with_sink: 
     same(torch.autograd.grad(y, leaves, do), torch.autograd.grad(want, leaves, do))
 
 
+@pytest.mark.parametrize("big", [2**30, 2**31 - 12, 2**31 - 1, 2**31, 2**40])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_side_beyond_every_key_is_open(side: str, big: int) -> None:
+    """Beside a negative side rows are counted in int32, which such a reach left: all keys were hidden."""
+    q, cu = randn(9, 4, 8), torch.tensor([0, 3, 9])
+    window, wanted = ((big, -1), (None, -1)) if side == "left" else ((-2, big), (-2, None))
+    same(fa4.flash_attn_func(*(q[None],) * 3, window_size=window), fa4.flash_attn_func(*(q[None],) * 3, window_size=wanted))
+    want = [dense(x, x, x, window=wanted) for x in q.split([3, 6])]
+    y, lse = fa4.flash_attn_varlen_func(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, window_size=window)
+    same((y, lse), (torch.cat([out for out, _ in want]), torch.cat([row for _, row in want], dim=1)))
+
+
 LENGTHS_Q, LENGTHS_K = [3, 7, 1, 4, 7], [6, 4, 2, 5, 6]
 
 

@@ -51,6 +51,19 @@ def test_batched_with_chunks(chunk: int, sq: int, sk: int, causal: bool) -> None
     same(torch.autograd.grad(y, leaves, do), torch.autograd.grad(want, leaves, do))
 
 
+@pytest.mark.parametrize("chunk", [2**31 - 3, 2**31 - 1, 2**31, 2**32, 2**40])
+def test_chunks_longer_than_any_sequence(chunk: int) -> None:
+    """Ends of such a chunk left int32 and hid its keys. Rows before the first key are in an earlier one and see nothing."""
+    q, k = randn(1, 9, 4, 8), randn(1, 5, 2, 8)
+    want, _ = dense(q[0], k[0], k[0], chunk=chunk)
+    assert not want[:4].any()
+    same((fa3.flash_attn_func(q, k, k, attention_chunk=chunk)[0],), (want,))
+    # behind another sequence, where rows and keys have larger numbers
+    both, cu_q, cu_k = torch.cat([q[0], q[0]]), torch.tensor([0, 9, 18]), torch.tensor([0, 5, 10])
+    keys = torch.cat([k[0], k[0]])
+    same((fa3.flash_attn_varlen_func(both, keys, keys, cu_q, cu_k, 9, 5, attention_chunk=chunk),), (torch.cat([want, want]),))
+
+
 LENGTHS_Q, LENGTHS_K = [3, 11, 0, 4, 6], [9, 4, 2, 5, 6]
 USED = {
     "rows": ([2, 7, 0, 0, 6], LENGTHS_K),

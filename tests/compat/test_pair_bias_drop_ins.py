@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -147,6 +148,18 @@ def test_a_changed_mask_is_read_again() -> None:
     after = DS4Sci_EvoformerAttention(q, q, q, [bias1])
     assert not torch.equal(before, after)
     torch.testing.assert_close(after, q[:, :, :1].expand_as(after))
+
+
+def test_a_mask_that_changed_behind_its_version_is_read_again() -> None:
+    """numpy and `.data` write without a trace; what was hidden before was hidden still."""
+    q, values = torch.randn(1, 1, S, H, D), np.zeros((1, 1, 1, 1, S), dtype=np.float32)
+    bias1 = torch.from_numpy(values)
+    before = DS4Sci_EvoformerAttention(q, q, q, [bias1])
+    values[..., 1:] = -1e9
+    after = DS4Sci_EvoformerAttention(q, q, q, [bias1])
+    torch.testing.assert_close(after, q[:, :, :1].expand_as(after))
+    bias1.data.zero_()
+    torch.testing.assert_close(DS4Sci_EvoformerAttention(q, q, q, [bias1]), before)
 
 
 def test_what_evoformer_refuses() -> None:

@@ -269,6 +269,19 @@ def test_masks_of_inference_mode_are_read_again() -> None:
     assert_close(got, model(tokens, attention_mask=prefix()).logits, "logits")
 
 
+def test_padding_that_changed_in_place_is_packed_again() -> None:
+    """Numbers of rows and keys were packed as they had been first."""
+    q, k, real = torch.randn(B, 4, S, 8), torch.randn(B, 2, S, 8), torch.ones(B, S, dtype=torch.bool)
+    real[:, :2] = False
+    mask = attention_mask(B, S, S, attention_mask=real)
+    assert mask is not None
+    before, _ = attention_forward(torch.nn.Module(), q, k, k, mask)
+    mask.copy_(attention_mask(B, S, S, attention_mask=real.roll(1, dims=1)))
+    after, _ = attention_forward(torch.nn.Module(), q, k, k, mask)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, attention_forward(torch.nn.Module(), q, k, k, mask.clone())[0])
+
+
 # --- intervals, given as such ------------------------------------------------------------------------------------------------
 
 

@@ -103,6 +103,13 @@ def test_blocks_and_chunks(size: int) -> None:
     assert_is(mask.chunks(size, 11), 11, 11, lambda i, j: j // size == i // size and j <= i)
 
 
+@pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**31 + 1, 2**32, 2**40, 2**62])
+def test_blocks_and_chunks_longer_than_any_sequence(size: int) -> None:
+    """Sums with the size left int32: keys of such chunks were hidden from every row, or torch divided by zero."""
+    assert_is(mask.blocks(size, 11), 11, 11, lambda i, j: True)
+    assert_is(mask.chunks(size, 11), 11, 11, lambda i, j: j <= i)
+
+
 def test_blocks_by_their_starts() -> None:
     numbers = [0, 0, 0, 1, 1, 1, 1, 2]
     assert_is(mask.blocks(starts=[7, 3], length=8), 8, 8, lambda i, j: numbers[j] <= numbers[i])

@@ -24,6 +24,8 @@ FAR = 2**30
 
 def of_chunk(chunk: int) -> Seen | None:
     """Rows see the keys of their own chunk; 0 is none."""
+    # one of more keys than there are holds them all, and places stay within int32
+    chunk = min(chunk, FAR)
 
     def seen(place: Tensor, offset: Tensor | int) -> Sides:
         first = place // chunk * chunk - offset
@@ -34,6 +36,8 @@ def of_chunk(chunk: int) -> Seen | None:
 
 def of_band(left: int | None, right: int | None) -> Seen:
     """Row i of a sequence, at key i + offset, sees keys from `left` before to `right` behind that; either may be negative."""
+    # beyond every key is as good as open, and places stay within int32
+    left, right = (None if side is None or side >= FAR else side for side in (left, right))
 
     def seen(place: Tensor, offset: Tensor | int) -> Sides:
         row = place - offset

@@ -23,8 +23,8 @@ def of_keys(visible: Tensor, rows: int) -> Mask:
     return Mask(torch.stack([torch.zeros_like(end), end], dim=1)[:, None])
 
 
-# (version, which keys are seen) of biases by key that were read; a tensor of inference mode has no version that would tell of a
-# change, and is read again
+# (version, which keys are seen) of biases by key that were read where that waits for a device. Elsewhere they are read again:
+# a version tells of no change by way of numpy or `.data`, and a tensor of inference mode has none.
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -32,13 +32,13 @@ def hidden_by(bias: Tensor) -> Tensor | None:
     """Which keys a bias by key leaves visible, if it is a mask: 0 where a key is seen, `HIDES` or less where it is not.
 
     None where it is more than that, and where that cannot be known: it has a gradient or a tangent, or is part of a graph or of
-    a transform. Waits for the device, once for each version of a tensor.
+    a transform. Waits for a device, once for each version of a tensor.
     """
     if bias.requires_grad or bias.is_meta or torch.compiler.is_compiling() or is_wrapped(bias):
         return None
     if torch.autograd.forward_ad.unpack_dual(bias).tangent is not None:
         return None
-    if bias.is_inference():
+    if bias.is_inference() or bias.device.type == "cpu":
         return _read(bias)
     known = _known.get(bias)
     if known is None or known[0] != bias._version:

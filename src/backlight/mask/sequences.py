@@ -186,7 +186,7 @@ def blocks(size: int | None = None, length: int | None = None, *, starts: Wholes
         start = torch.searchsorted(number, number, out_int32=True)[:, None]
         return one_run(start, torch.full_like(start, length))
     check_whole("size", size, least=1)
-    own = keys(length, place(device))
+    own, size = keys(length, place(device)), _within(size, length)
     return one_run(own - own % size, torch.full_like(own, length))
 
 
@@ -202,7 +202,7 @@ def chunks(size: int, length: int, *, device: Device = None) -> Mask:
     """
     check_whole("size", size, least=1)
     check_length(length)
-    own = keys(length, place(device))
+    own, size = keys(length, place(device)), _within(size, length)
     return one_run(own, (keys(length, own.device, size) - own % size).clamp(max=length))
 
 
@@ -241,6 +241,11 @@ def global_first(n: Wholes, window: int, length: int, *, device: Device = None) 
     first, where = of_entries("n", n, length, device)
     own, behind = keys(length, where), keys(length, where, min(window, length) + 1)
     return one_run(own, torch.add(behind, own < first, alpha=length).clamp(max=length))
+
+
+def _within(size: int, length: int) -> int:
+    """One that is longer than the sequence holds all of it, as one of its length does; sums with it stay within int32."""
+    return min(size, max(1, length))
 
 
 def _needed(name: str, length: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -83,7 +84,13 @@ class AtenBackend:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, None, None]:
     y, lse = aten._scaled_dot_product_flash_attention_for_cpu(*_with_rows(q, k, v), 0.0, causal, scale=scale)
-    return laid_like(y, q), lse.contiguous(), None, None
+    lse = lse.contiguous()
+    # few scores none of which is a number pass for a row that sees nothing: y and lse come out as 0
+    if bool((zero := lse == 0).any()):
+        first = k[:, :, :1].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        spoilt = zero & (q * first).sum(dim=-1).isnan()
+        y, lse = y.masked_fill(spoilt[..., None], math.nan), lse.masked_fill(spoilt, math.nan)
+    return laid_like(y, q), lse, None, None
 
 
 def _backward(tensors: tuple[Tensor, ...], causal: bool, scale: float, needs: frozenset[str]) -> dict[str, Tensor]:

@@ -127,13 +127,13 @@ class Entmax:
         u.div_(sums.w.masked_fill(sums.w == 0, 1))
         o.sub_(u * torch.where(sums.w > 0, sums.f - 1, 0))
         lse = (theta + sums.newton(self.e) + 1) * self.e
+        # what is not a number, or endless, lies above no threshold, and would weigh nothing
+        o, u = (x.masked_fill_(~(lse < math.inf), math.nan) for x in (o, u))
         if self.kappa is not None:
             endless = self.kappa == math.inf
             lse.masked_fill_(endless, math.inf)
             o.masked_fill_(endless, 0)
             u.masked_fill_(endless, 0)
-        # what is not a number lies above no threshold, and would weigh nothing
-        o, u = (x.masked_fill_(lse.isnan(), math.nan) for x in (o, u))
         return lse, o, u
 
     def left(self, tiles: list[Tile], lse: Tensor) -> list[Tile]:

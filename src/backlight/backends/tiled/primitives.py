@@ -219,6 +219,9 @@ class Scores:
         for i0, i1, j0, j1 in self.spec.edges(tile.i0, tile.i1, tile.j0, tile.j1, sq, sk):
             bound = _bound(window, i0 + sk - sq - j0, i1 - i0, j1 - j0, group, self.dtype, self.q.device)
             part = tile_values[:, (i0 - tile.i0) * group : (i1 - tile.i0) * group, j0 - tile.j0 : j1 - tile.j0]
+            # a minimum would keep what is not a number
+            if part.device.type != "cpu" or bool(part.sum().isnan()):
+                part.masked_fill_(bound == -math.inf, 0)
             torch.minimum(part, bound, out=part)
         return tile_values
 

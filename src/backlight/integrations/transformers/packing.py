@@ -99,7 +99,7 @@ def _last(numbers: Tensor) -> Tensor:
     return pad(places.expand(numbers.shape).masked_fill(numbers == 0, -1), (1, 0), value=-1).amax(dim=1)
 
 
-# the layers of a model share one mask, and each reading of its values waits for the device
+# (version, packings) by mask: the layers of a model share one, and each reading of its values waits for the device
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -109,7 +109,12 @@ def packing_of(mask: Tensor, sk: int, aligned: bool) -> Packing:
     if blind(mask):
         # as many sequences as keys, at most
         return Packing.in_graph(keys if aligned else rows, keys, span=2 if mask.dtype == PADDING else sk + 1)
-    known = _known.setdefault(mask, {})
+    # `attention_mask` makes one for each step: those of inference mode, which know no version, are taken to stay as they are
+    version = None if mask.is_inference() else mask._version
+    found = _known.get(mask)
+    if found is None or found[0] != version:
+        found = _known[mask] = (version, {})
+    known = found[1]
     if aligned not in known:
         known[aligned] = Packing.of(keys if aligned else rows, keys)
     return known[aligned]
