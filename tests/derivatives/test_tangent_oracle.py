@@ -19,7 +19,8 @@ OTHERS = (
     "pair+bias",
     "pair+gqa",
 )
-CASES = (*SINGLES, *TOGETHER, *TAU, *(BY_NAME[name] for name in OTHERS))
+ENTMAX = tuple(BY_NAME[name] for name in BY_NAME if name.startswith("entmax") and "infinite" not in name)
+CASES = (*SINGLES, *TOGETHER, *TAU, *(BY_NAME[name] for name in OTHERS), *ENTMAX)
 
 
 def test_a_term_without_a_tangent_is_not_taken_for_one_that_stands_still() -> None:
