@@ -19,8 +19,17 @@ OTHERS = (
     "pair+bias",
     "pair+gqa",
 )
-ENTMAX = tuple(BY_NAME[name] for name in BY_NAME if name.startswith("entmax") and "infinite" not in name)
-CASES = (*SINGLES, *TOGETHER, *TAU, *(BY_NAME[name] for name in OTHERS), *ENTMAX)
+OTHERS = (
+    *OTHERS,
+    "entmax",
+    "entmax,1.05",
+    "entmax+softcap",
+    "entmax+gqa",
+    "entmax,everything,sq<sk",
+    "entmax,everything,batched",
+)
+OTHERS = (*OTHERS, "entmax,sink", "entmax,rows without keys,sink", "entmax,mask,pos", "entmax,ties", "entmax,pair,hidden")
+CASES = (*SINGLES, *TOGETHER, *TAU, *(BY_NAME[name] for name in OTHERS))
 
 
 def test_a_term_without_a_tangent_is_not_taken_for_one_that_stands_still() -> None:
