@@ -93,18 +93,19 @@ def _squares(ratio: float) -> dict[str, Stage]:
             moved = moved + tentmax.abs() * exponent(entmax) ** 2
         return slope_of(p, entmax) * (moved + tr.abs() * wobble(ratio, q, k, scale, lse, entmax))
 
-    def tlse(p, tr, p_sink, tsink, q, k, tq, tk, scale, lse, entmax, tentmax):
+    def tlse(p_sink, tsink, *behind):
+        p, *_, entmax, _ = behind
         # beside a sink that takes the row a kernel still subtracts a mean of ts over the keys, and adds it again
         weights = slope_of(p, entmax).sum(dim=-1).clamp(min=torch.finfo(p.dtype).tiny)
-        total = sized(p, tr, q, k, tq, tk, scale, lse, entmax, tentmax).sum(dim=-1) / weights
+        total = sized(*behind).sum(dim=-1) / weights
         return total if tsink is None else total + (slope_of(p_sink, entmax) * tsink).abs()
 
     def tcentred(p, tr, p_sink, tsink, entmax, tentmax):
         return tr - TANGENT_STAGES["tlse"].compute(p, tr, p_sink, tsink, entmax, tentmax)[:, None]
 
-    def tp(p, tr, tcentred, q, k, tq, tk, scale, lse, entmax, tentmax):
-        coarse = ratio * sized(p, tr, q, k, tq, tk, scale, lse, entmax, tentmax)
-        return slope_of(p, entmax) * tcentred.abs() * wobble(ratio, q, k, scale, lse, entmax) + coarse
+    def tp(tcentred, *behind):
+        p, _, q, k, _, _, scale, lse, entmax, _ = behind
+        return slope_of(p, entmax) * tcentred.abs() * wobble(ratio, q, k, scale, lse, entmax) + ratio * sized(*behind)
 
     def tav(tp, m, v):
         return (m * tp**2) @ v**2
@@ -125,4 +126,6 @@ def _squares(ratio: float) -> dict[str, Stage]:
         weight = torch.sigmoid(gate)
         return weight**2 * (to + (o * (1 - weight) * tgate) ** 2)
 
-    return {each.__name__: Stage.of(each) for each in (tlse, tcentred, tp, tav, atv, to, ty)}
+    behind = Stage.of(sized).reads
+    rest = {"tlse": Stage("tlse", "", ("p_sink", "tsink", *behind), tlse), "tp": Stage("tp", "", ("tcentred", *behind), tp)}
+    return rest | {each.__name__: Stage.of(each) for each in (tcentred, tav, atv, to, ty)}
