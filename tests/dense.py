@@ -59,4 +59,4 @@ def _lse(values: dict[str, Tensor]) -> Tensor:
         return STAGES["lse"](values)
     if not s.shape[-1]:
         return s.new_full(s.shape[:-1], -torch.inf)
-    return torch.logsumexp(s.masked_fill(empty[:, None], 0), dim=-1).masked_fill(empty, -torch.inf)
+    return STAGES["lse"](values | {"s": s.masked_fill(empty[:, None], 0)}).masked_fill(empty, -torch.inf)

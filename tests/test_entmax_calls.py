@@ -1,4 +1,4 @@
-"""Entmax around the call: what transforms it, shards it or differentiates it on takes it, or refuses in a sentence."""
+"""Entmax around the call: what transforms it, shards it or differentiates it takes it, or refuses in a sentence."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import backlight
+from backlight import differentiating
 from backlight.api import call_of
 from backlight.distributed import simulated_attention
 from backlight.operators import pack, unpack
@@ -73,21 +74,36 @@ def test_checkpoints_and_operators_agree() -> None:
     assert torch.equal(torch.autograd.grad(z.square().sum(), q)[0], dq)
 
 
-def test_tangents_and_second_derivatives_refuse() -> None:
+def test_derivatives_of_a_call_that_names_another_backend_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a name a call takes `tiled`, whatever ran the forward: tests/derivatives has the values."""
     q, k, v = inputs()
-    with pytest.raises(backlight.Unsupported, match="tiled: has no forward-mode derivative with entmax"):
-        torch.func.jvp(lambda q: backlight.attention(q, k, v, entmax=1.5), (q,), (q,))
-    q.requires_grad_()
-    y = backlight.attention(q, k, v, entmax=1.5)
-    (dq,) = torch.autograd.grad(y.square().sum(), q, create_graph=True)
-    with pytest.raises(backlight.Unsupported, match="tiled: has no forward-mode derivative with entmax"):
-        torch.autograd.grad(dq.square().sum(), q)
+    for name in ("triton", "hopper"):
+        monkeypatch.setattr(type(get(name)), "available", lambda self: ())
+        monkeypatch.setattr(type(get(name)), "why_not", lambda self, call: ())
+        with pytest.raises(backlight.Unsupported, match=f"{name}: has no forward-mode derivative with entmax"):
+            backlight.attention_jvp(q, k, v, q, entmax=1.5, backend=name)
+        call = call_of(q, k, v, entmax=1.5)
+        with pytest.raises(backlight.Unsupported, match=f"{name}: has no second derivative with entmax"):
+            differentiating.choose("second", call, name)
+        for what in ("tangent", "second"):
+            assert differentiating.choose(what, call, None).name == "tiled"
 
 
-def test_attention_jvp_refuses() -> None:
+def test_tangents_of_a_ring_refuse() -> None:
+    """The tangent of a threshold that ranks find together; where heads are traded every rank has whole rows."""
     q, k, v = inputs()
-    with pytest.raises((TypeError, backlight.Unsupported), match="entmax"):
-        backlight.attention_jvp(q, k, v, q, None, None, entmax=1.5)
+    alphas = torch.tensor([1.3, 1.8], dtype=F64)
+
+    def moved(attend: Any, **how: Any) -> Any:
+        def of(q: torch.Tensor, alphas: torch.Tensor) -> torch.Tensor:
+            return attend(q, k, v, causal=True, entmax=alphas, return_lse=True, **how)
+
+        return torch.func.jvp(of, (q, alphas), (k, torch.ones_like(alphas)))
+
+    wanted = moved(backlight.attention)
+    torch.testing.assert_close(moved(simulated_attention, world=2, strategy="all_to_all"), wanted, rtol=1e-10, atol=1e-10)
+    with pytest.raises(backlight.Unsupported, match="tiled: has no forward-mode derivative with"):
+        moved(simulated_attention, world=2, strategy="ring")
 
 
 @pytest.mark.parametrize("strategy", ["all_to_all", "ring"])

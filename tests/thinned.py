@@ -32,6 +32,8 @@ THINNED = {
     "tests/derivatives/test_every_transform.py::test_refusals": Seen(4),
     "tests/derivatives/test_every_transform.py::test_second_values": TWICE,
     "tests/derivatives/test_every_transform.py::test_values": Seen(4),
+    "tests/derivatives/test_second.py::test_every_case_of_entmax": ASKED_ONCE,
+    "tests/derivatives/test_tangent.py::test_every_case_of_entmax": ASKED_ONCE,
     "tests/distributed/test_ring_entmax.py::test_by_the_gate": ONCE,
     "tests/distributed/test_sharded_tangents.py::test_ring": ASKED_ONCE,
     "tests/distributed/test_simulated.py::test_ring": Seen(1, each="world", asked=True),

@@ -182,7 +182,8 @@ def pushed_backward(ctx: Any, tangents: Sequence[Maybe], run: Run) -> tuple[Any,
         tdy = torch.zeros_like(dy) if tdy is None else tdy
         return run.backward(*tensors, *ctx.scalars, y, lse, u, tdy, tdlse, list(ctx.needs))
     tu = u
-    if _keeps_u(tensors) or ty is None or tlse is None:
+    # of tau alone it is kept
+    if tensors[TAU] is not None or ty is None or tlse is None:
         *_, ty, tlse, tu = run.jvp(*tensors, *ctx.scalars, *moving, y, lse, u)
     results, incoming = (y, lse, u, ty, tlse, tu), (tdy, tdlse, dy, dlse)
     found = _second(run, tensors, ctx.scalars, moving, results, incoming, (*ctx.needs, *_no()))

@@ -59,7 +59,7 @@ def _attention_jvp(*args: Any) -> tuple[Tensor, ...]:
 def _attention_second(*args: Any) -> tuple[Tensor, ...]:
     call, backend = unpack(args[:N_CALL])
     y, lse, u, ty, tlse, tu, *incoming, needs = args[N_CALL + N_LEARNED :]
-    results = (y, lse, u if call.spec.keeps_u else None, ty, tlse, _some(tu) if call.spec.keeps_u else None)
+    results = (y, lse, u if call.spec.keeps_u else None, ty, tlse, _some(tu) if call.spec.tau else None)
     wanted = frozenset(name for name, need in zip(NEEDS, needs, strict=True) if need)
     from backlight import differentiating
 
@@ -95,7 +95,7 @@ def _attention_jvp_fake(*args: Any) -> tuple[Tensor, ...]:
     y, lse = args[-3:-1] if known else empty_outputs(call)
     nothing = call.q.new_empty
     with_u = call.spec.keeps_u
-    tu = torch.empty_like(y) if with_u and "v" in _tangents(args) else nothing(0)
+    tu = torch.empty_like(y) if call.spec.tau and "v" in _tangents(args) else nothing(0)
     tangents = torch.empty_like(y), torch.empty_like(lse), tu
     if known:
         return nothing(0), nothing(0), nothing(0), *tangents

@@ -5,16 +5,19 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from backlight import second_operators
 from backlight.api import Options, check_backend
-from backlight.arguments import check_device, check_flag, check_tensor
-from backlight.binding import Tensors, batched, bind, flattened, tensors_given
+from backlight.arguments import check_device, check_flag, check_tensor, shown
+from backlight.binding import ALPHAS, Tensors, batched, bind, flattened, tensors_given
 from backlight.call import Call
 from backlight.contexts import innermost
 from backlight.spec import LEARNED, SEQUENCE_OF
+
+PLACE_OF_ENTMAX = LEARNED.index("entmax")
 
 
 class JvpOptions(Options, total=False):
@@ -25,6 +28,7 @@ class JvpOptions(Options, total=False):
     ttau: Tensor | None
     tgate: Tensor | None
     tpair_bias: Tensor | None
+    tentmax: Tensor | None
 
 
 def attention_jvp(
@@ -46,7 +50,7 @@ def attention_jvp(
     Args:
         q, k, v: as in `attention`.
         tq, tk, tv: tangents of q, k and v: shape, dtype and device of theirs; None is zero and costs nothing.
-        tbias, tsink, ttau, tgate, tpair_bias: tangents of the terms of that name.
+        tbias, tsink, ttau, tgate, tpair_bias, tentmax: tangents of the terms of that name; tentmax of an alpha that is learned.
         return_lse: also return the log-sum-exp and its tangent. The other keywords are those of `attention`.
 
     Returns:
@@ -86,6 +90,7 @@ def _attend(
     tangents = (*tangents, *[options.pop(f"t{name}", None) for name in LEARNED[3:]])
     packed = borders is not None
     cu_seqlens_q, cu_seqlens_k = borders or (None, None)
+    tangents = _with_alphas(tangents, options.get("entmax"))
     given = tensors_given(*inputs, cu_seqlens_q, cu_seqlens_k, options)
     grid: tuple[int, ...] = ()
     if not packed and isinstance(given[0], Tensor) and given[0].dim() == 5:
@@ -117,6 +122,18 @@ def _bound(
     laid = [batched(t) if packed and name in SEQUENCE_OF else t for name, t in zip(LEARNED, tangents, strict=True)]
     # autocast has cast the primals
     return call, tuple(None if t is None else t.to(getattr(call, name).dtype) for name, t in zip(LEARNED, laid, strict=True))
+
+
+def _with_alphas(tangents: tuple[Tensor | None, ...], entmax: Any) -> tuple[Tensor | None, ...]:
+    """That of alpha as the call sees it: where alpha is held within its range, it does not move."""
+    t = tangents[PLACE_OF_ENTMAX]
+    if t is None or entmax is None:
+        return tangents
+    if not isinstance(entmax, Tensor):
+        raise TypeError(f"tentmax must be None where entmax is a number, got a tangent of {shown(entmax)}")
+    _check("entmax", entmax, t)
+    held = torch.where((entmax < ALPHAS[0]) | (entmax > ALPHAS[1]), 0, t)
+    return (*tangents[:PLACE_OF_ENTMAX], held, *tangents[PLACE_OF_ENTMAX + 1 :])
 
 
 def _check(name: str, primal: Tensor | None, tangent: Any) -> None:

@@ -31,12 +31,42 @@ def plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, tau: Tens
     return p @ v
 
 
+def sparse(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, bias: Tensor | None = None, sink: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(y, lse) of causal entmax attention. Newton's last steps carry the derivatives of the threshold."""
+    rows, keys = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None]
+    s = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if bias is not None:
+        s = s + bias[:, (rows - keys).clamp(0, bias.shape[1] - 1)] * (rows - keys < bias.shape[1])
+    rate = (alpha - 1)[:, None, None]
+    z = rate * torch.where(keys > rows, -1e3, s)
+    if sink is not None:
+        z = torch.cat([z, rate * sink[:, None, None].expand(*s.shape[:3], 1)], -1)
+
+    def power(z: Tensor, theta: Tensor, exponent: Tensor) -> Tensor:
+        dead = z <= theta
+        return torch.where(dead, 0, torch.where(dead, 1, z - theta) ** exponent)
+
+    def newton(z: Tensor, theta: Tensor, rate: Tensor) -> Tensor:
+        sums = (power(z, theta, exponent).sum(-1, keepdim=True) for exponent in (1 / rate, 1 / rate - 1))
+        return theta + (next(sums) - 1) * rate / next(sums)
+
+    theta = z.detach().amax(-1, keepdim=True) - 1
+    for _ in range(8):
+        theta = newton(z.detach(), theta, rate.detach())
+    for _ in range(2):
+        theta = newton(z, theta, rate)
+    return power(z, theta, 1 / rate)[..., : k.shape[2]] @ v, ((theta + 1) / rate)[..., 0]
+
+
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 K, V, BIAS = draw(B, H, S, D, seed=1), draw(B, H, S, D, seed=2), draw(H, 3, seed=3)
 TAU, SINK, GATE = torch.tensor([-0.3, 0.4]).double(), draw(H, seed=4), draw(B, H, S, D, seed=5)
+ALPHA = torch.tensor([1.3, 1.5]).double()
 CU = torch.tensor([0, S])
 SINGLE, EYE = draw(B, S, 1, seed=7), torch.eye(H * D).double()
 # causal as a pair bias
@@ -105,6 +135,19 @@ ENTRIES = {
     "attention, tau": Entry(
         lambda x: backlight.attention(K, K, V, causal=True, tau=x - 0.5), lambda x: plain(K, K, V, None, x - 0.5), (H,)
     ),
+    "attention, entmax": Entry(
+        lambda x: backlight.attention(x, K, x, causal=True, bias=BIAS, sink=SINK, gate=GATE, entmax=ALPHA),
+        lambda x: sparse(x, K, x, ALPHA, BIAS, SINK)[0] * GATE.sigmoid(),
+    ),
+    "attention, alpha": Entry(
+        lambda x: backlight.attention(K, K, V, causal=True, entmax=x / 9 + 1.6),
+        lambda x: sparse(K, K, V, x / 9 + 1.6)[0],
+        (H,),
+    ),
+    "attention, entmax, lse": Entry(
+        lambda x: backlight.attention(x, K, V, causal=True, entmax=1.5, return_lse=True)[1],
+        lambda x: sparse(x, K, V, ALPHA * 0 + 1.5)[1],
+    ),
     "attention, lse": Entry(
         lambda x: backlight.attention(x, K, V, causal=True, return_lse=True)[1],
         lambda x: (x @ K.mT * D**-0.5).masked_fill(~torch.ones(S, S).tril().bool(), -torch.inf).logsumexp(-1),
@@ -145,6 +188,7 @@ ENTRIES = {
         KV[1:],
     ),
     "lazy_attention": Entry(lambda x: compat.lazy_attention(x, K, V, BIAS, TAU), lambda x: plain(x, K, V, BIAS, TAU)),
+    "adasplash": Entry(lambda x: compat.adasplash(x, K, V, 1.25), lambda x: sparse(x, K, V, ALPHA * 0 + 1.25)[0]),
     "scaled_dot_product_attention": Entry(
         lambda x: compat.scaled_dot_product_attention(x, K, V, is_causal=True), lambda x: plain(x, K, V)
     ),

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from dense import dense, learned
-from test_tangent import CLOSE, PAIRS, TILES, error, finite, tangents_of
+from test_tangent import CLOSE, ENTMAX, PAIRS, SMALL_ENTMAX, TILES, error, finite, tangents_of, tiles_of
 from torch import Tensor
 from torch.func import jvp
 
@@ -71,16 +71,24 @@ def test_every_case(case: Case) -> None:
     assert_all_close(found, truth(call, tangents, cotangents))
 
 
-@pytest.mark.parametrize("case", [*SINGLES, *TOGETHER, *PAIRS, BY_NAME["mask,pos,two runs,tau"]], ids=case_id)
+@pytest.mark.parametrize("case", SMALL_ENTMAX, ids=case_id)
+def test_every_case_of_entmax(case: Case) -> None:
+    test_every_case(case)
+
+
+@pytest.mark.parametrize("case", [*SINGLES, *TOGETHER, *PAIRS, BY_NAME["mask,pos,two runs,tau"], *ENTMAX], ids=case_id)
 def test_several_tiles(case: Case) -> None:
     call = case.make(FP64).call
     tangents, cotangents = tangents_of(learned(call)), cotangents_of(call)
-    with override("tiled", TILES):
+    with override("tiled", tiles_of(case)):
         found = ours(call, tangents, cotangents)
     assert_all_close(found, truth(call, tangents, cotangents))
 
 
-@pytest.mark.parametrize("name", ["everything,batched,sq<sk", "everything,sq>sk", "softcap+sink", "pair,everything,sq<sk"])
+SUBSETS = ("everything,batched,sq<sk", "everything,sq>sk", "softcap+sink", "pair,everything,sq<sk", "entmax,everything,batched")
+
+
+@pytest.mark.parametrize("name", [*SUBSETS, "entmax,sink"])
 def test_any_subset(name: str) -> None:
     """Of tangents, of gradients that come in, and of those that are asked for."""
     call = small(BY_NAME[name]).make(FP64).call
@@ -103,6 +111,7 @@ def test_any_subset(name: str) -> None:
 
 PUBLIC = ("plain", "causal+gqa", "softcap+bias", "everything,batched,sq<sk", "everything,sq>sk", "mask,pos,two runs,tau")
 PUBLIC = (*PUBLIC, "pair,everything,sq<sk", "pair,keys", "pair,hidden,sink", "pair,everything,varlen")
+PUBLIC = (*PUBLIC, "entmax,everything,sq>sk", "entmax,varlen", "entmax,pair,hidden", "entmax,rows without keys,sink")
 
 
 def double_backward(function, inputs: dict[str, Tensor], dy: Tensor, dlse: Tensor, hats: dict[str, Tensor]) -> list[Tensor]:
@@ -133,10 +142,11 @@ def test_double_backward(name: str) -> None:
         torch.testing.assert_close(got, want, **CLOSE)
 
 
+@pytest.mark.parametrize("name", ["everything,batched,sq<sk", "entmax,everything,batched"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_loss_on_both_results(compiled: bool) -> None:
+def test_a_loss_on_both_results(compiled: bool, name: str) -> None:
     """Gradients through `attention_jvp`, by the tangents too; compiled in one graph."""
-    call = small(BY_NAME["everything,batched,sq<sk"]).make(FP64).call
+    call = small(BY_NAME[name]).make(FP64).call
     inputs, along = learned(call), {f"t{name}": t for name, t in tangents_of(learned(call)).items()}
     weights = cotangents_of(call)
     from running import options
@@ -172,7 +182,8 @@ def test_beside_a_detached_tangent_the_backward_is_the_ordinary_one(monkeypatch:
         torch.testing.assert_close(got, want)
 
 
-def test_memory_is_linear() -> None:
+@pytest.mark.parametrize("terms", [{"tau": (-0.7,)}, {"entmax": (1.5,)}], ids=["tau", "entmax"])
+def test_memory_is_linear(terms: dict[str, tuple[float, ...]]) -> None:
     """Long rows with small tiles: nothing of the size of the scores is held."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -187,17 +198,25 @@ def test_memory_is_linear() -> None:
                     largest = max(largest, x.numel())
             return found
 
-    call = Case("long", b=1, hq=1, hkv=1, sq=1024, sk=1024, d=4, causal=True, tau=(-0.7,), gate=True).make(FP32, margin=0).call
+    call = Case("long", b=1, hq=1, hkv=1, sq=256, sk=256, d=4, causal=True, gate=True, **terms).make(FP32, margin=0).call
     tangents = tangents_of(learned(call))
     cotangents = {name: x.float() for name, x in cotangents_of(call).items()}
     with override("tiled", Config(block_m=32, block_n=32, edge=32)), Sizes():
         ours(call, tangents, cotangents)
-    assert largest <= 1024 * 16
+    assert largest <= 256 * 16
     assert error(call.q, call.q.double()) == 0
 
 
 @pytest.mark.parametrize(
-    "name", ["causal+gqa", "softcap+sink", "bias+tau", "everything,batched,sq<sk", "pair,two entries share"]
+    "name",
+    [
+        "causal+gqa",
+        "softcap+sink",
+        "bias+tau",
+        "everything,batched,sq<sk",
+        "pair,two entries share",
+        "entmax+bias",
+    ],
 )
 def test_rounding(name: str) -> None:
     """In fp32 near the truth, by the size of what is summed."""

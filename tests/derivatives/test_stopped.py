@@ -65,7 +65,9 @@ WAYS = {"attention_jvp": by_call, "torch.func.jvp": by_transform, "dual numbers"
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["causal+gqa", "everything,batched,sq<sk", "pair,two entries share"])
+@pytest.mark.parametrize(
+    "name", ["causal+gqa", "everything,batched,sq<sk", "pair,two entries share", "entmax,everything,batched"]
+)
 def test_one_backward_and_nothing_else(name: str, way: str) -> None:
     attend = Attend(name)
     inputs = leaves(attend.call)
@@ -90,10 +92,11 @@ def test_a_loss_on_the_tangent_is_counted() -> None:
     assert seen.counts == {"attention_second": 1}
 
 
+@pytest.mark.parametrize("name", ["causal+gqa", "entmax+gqa"])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_the_forward_costs(way: str) -> None:
+def test_what_the_forward_costs(way: str, name: str) -> None:
     """The call of its own is one operator; transforms make y first and its tangent from it."""
-    attend = Attend("causal+gqa")
+    attend = Attend(name)
     inputs = leaves(attend.call, requires_grad=False)
     with Operators() as seen:
         WAYS[way](attend, inputs, tangents_of(inputs))

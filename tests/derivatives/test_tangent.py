@@ -31,11 +31,33 @@ def finite(case: Case) -> bool:
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 SMALL = [small(case) for case in CASES if finite(case) and case.entmax is None]
+# alpha has its tangent in all of them, a number's too
+SMALL_ENTMAX = [small(case) for case in CASES if finite(case) and case.entmax is not None and "1.5+" not in case.name]
 PAIRS = tuple(BY_NAME[name] for name in ("pair,everything,sq>sk", "pair,batch+rows", "pair,hidden,own,gqa"))
 OTHERS = tuple(BY_NAME[name] for name in ("mask,pos,two runs,tau", "rows without keys,everything"))
-SEVERAL = (*SINGLES, *TOGETHER, *TAU, *PAIRS, *OTHERS)
+# small, as the truth about them takes long
+ENTMAX = tuple(
+    small(BY_NAME[name])
+    for name in (
+        "entmax",
+        "entmax,2.0",
+        "entmax+gqa",
+        "entmax,everything,batched",
+        "entmax,everything,sq>sk",
+        "entmax,rows without keys,sink",
+        "entmax,varlen",
+        "entmax,mask,pos",
+        "entmax,pair,own",
+        "entmax,pair,hidden",
+    )
+)
 # several tiles a row, and rows that meet their first key in the second
-TILES = Config(block_m=16, block_n=8, edge=4, heads=2)
+TILES, SMALL_TILES = Config(block_m=16, block_n=8, edge=4, heads=2), Config(block_m=3, block_n=2, edge=1, heads=3)
+SEVERAL = (*SINGLES, *TOGETHER, *TAU, *PAIRS, *OTHERS, *ENTMAX)
+
+
+def tiles_of(case: Case) -> Config:
+    return TILES if case.entmax is None else SMALL_TILES
 
 
 def tangents_of(inputs: dict[str, Tensor], seed: int = 5) -> dict[str, Tensor]:
@@ -80,22 +102,28 @@ def test_every_case(case: Case) -> None:
     assert_all_close(run(call, tangents), truth(call, tangents))
 
 
+@pytest.mark.parametrize("case", SMALL_ENTMAX, ids=case_id)
+def test_every_case_of_entmax(case: Case) -> None:
+    test_every_case(case)
+
+
 @pytest.mark.parametrize("case", SEVERAL, ids=case_id)
 def test_several_tiles(case: Case) -> None:
     """From nothing, and where y, lse and u are known."""
     call = case.make(FP64).call
     tangents = tangents_of(learned(call))
     wanted = truth(call, tangents)
-    with override("tiled", TILES):
+    with override("tiled", tiles_of(case)):
         assert_all_close(run(call, tangents), wanted)
         known = tangent(call, tangents, forward(call, True)[:3], save_u=True)
         fresh = tangent(call, tangents, None, save_u=True)
     assert_all_close((known.y, known.lse, known.ty, known.tlse), wanted)
-    for name in ("u", "tu") if call.tau is not None else ():
+    for name in ("u", "tu") if call.tau is not None else ("u",) if call.entmax is not None else ():
         torch.testing.assert_close(getattr(known, name), getattr(fresh, name), **CLOSE)
 
 
 SUBSETS = ("everything,batched,sq<sk", "everything,sq>sk", "softcap+sink", "mask,pos,causal", "pair,everything,sq<sk")
+SUBSETS = (*SUBSETS, "entmax,sink", "entmax,pair,own")
 
 
 @pytest.mark.parametrize("name", SUBSETS)
@@ -117,6 +145,7 @@ def test_any_subset(name: str) -> None:
 
 
 EITHER = ("causal+gqa", "everything,batched,sq<sk", "everything,sq>sk", "mask,pos,two runs,tau", "pair,everything,sq<sk")
+EITHER = (*EITHER, "entmax,everything,batched", "entmax,sink", "entmax,pair,own")
 
 
 @pytest.mark.parametrize("name", EITHER)
@@ -151,10 +180,11 @@ def compose_table() -> Call:
     return case.make(FP64).call
 
 
+@pytest.mark.parametrize("terms", [{"tau": (-0.7, 0.4)}, {"entmax": (1.5, 1.25)}], ids=["tau", "entmax"])
 @pytest.mark.parametrize("sink", [float("inf"), -float("inf")])
-def test_infinite_sinks(sink: float) -> None:
+def test_infinite_sinks(sink: float, terms: dict[str, tuple[float, ...]]) -> None:
     """All there is, or as good as absent."""
-    case = Case("sink", causal=True, sq=20, sk=9, tau=(-0.7, 0.4), gate=True)
+    case = Case("sink", causal=True, sq=20, sk=9, gate=True, **terms)
     call = case.make(FP64).call
     tangents = tangents_of(learned(call))
     given = tangents | {"sink": torch.full((2,), 0.3, dtype=FP64)}
@@ -182,7 +212,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=case_id)
-@pytest.mark.parametrize("case", [*SINGLES, *TOGETHER, *TAU, *PAIRS[:2]], ids=case_id)
+@pytest.mark.parametrize("case", [*SINGLES, *TOGETHER, *TAU, *PAIRS[:2], BY_NAME["entmax+sink"]], ids=case_id)
 def test_rounding(case: Case, dtype: torch.dtype) -> None:
     """No worse than forward mode of plain PyTorch in the same dtype, by the factor of the numeric gate."""
     call = case.make(dtype).call
@@ -215,3 +245,46 @@ def test_a_common_part_of_the_scores_tangent_is_taken_out() -> None:
         ty = run(call, tangents)[2]
     scores = float((call.q.double() @ tangents["k"].double().mT).abs().max()) * 0.25
     assert error(ty, wanted[2]) <= 1e-7 * scores
+
+
+# --- entmax ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_common_tangent_of_logits_moves_lse_alone_with_entmax() -> None:
+    """I15: so does one of all scores and the sink."""
+    call = replace(compose_table(), entmax=torch.tensor([1.3, 1.8], dtype=FP64))
+    call = replace(call, spec=call.spec.replace(entmax=True))
+    _, _, ty, tlse = run(call, {"bias": torch.full_like(call.bias, 0.7), "sink": torch.full_like(call.sink, 0.7)})
+    torch.testing.assert_close((ty, tlse), (torch.zeros_like(ty), torch.full_like(tlse, 0.7)), **CLOSE)
+
+
+def test_alpha_held_within_its_range_does_not_move() -> None:
+    """Beyond it y does not depend on alpha, at its ends as in between."""
+    x = torch.randn(1, 4, 6, 3, dtype=FP64, generator=torch.Generator().manual_seed(0))
+    alpha = torch.tensor([1.0, 1.05, 2.0, 2.5], dtype=FP64)
+    along = torch.ones_like(alpha)
+    found = backlight.attention_jvp(x, x, x, entmax=alpha, tentmax=along)
+    torch.testing.assert_close(found, jvp(lambda alpha: backlight.attention(x, x, x, entmax=alpha), (alpha,), (along,)))
+    moves = found[1].abs().amax(dim=(0, 2, 3)) > 0
+    assert moves.tolist() == [False, True, True, False]
+
+
+def test_a_tangent_of_alpha_needs_an_alpha_that_is_learned() -> None:
+    x, along = torch.randn(1, 2, 3, 4), torch.ones(2)
+    with pytest.raises(TypeError, match=r"tentmax must be None where entmax is a number, got a tangent of 1\.5"):
+        backlight.attention_jvp(x, x, x, entmax=1.5, tentmax=along)
+    with pytest.raises(TypeError, match="tentmax must be None where entmax is, got a tangent of nothing"):
+        backlight.attention_jvp(x, x, x, tentmax=along)
+    with pytest.raises(ValueError, match="tentmax must have the shape of entmax"):
+        backlight.attention_jvp(x, x, x, entmax=torch.full((2,), 1.5), tentmax=torch.ones(3))
+
+
+def test_tiles_left_out_by_norms() -> None:
+    """A bias that falls with distance: far tiles have no scores formed, and tangents are those of the dense stages."""
+    case = Case("far", causal=True, sq=96, sk=96, bias=96, entmax=(1.5, 1.25))
+    call = case.make(FP64).call
+    call = replace(call, bias=-torch.arange(96, dtype=FP64).expand(2, 96) * 2.0)
+    tangents = tangents_of(learned(call))
+    with override("tiled", TILES):
+        found = run(call, tangents)
+    assert_all_close(found, truth(call, tangents))

@@ -19,6 +19,16 @@ OTHERS = (
     "pair+bias",
     "pair+gqa",
 )
+OTHERS = (
+    *OTHERS,
+    "entmax",
+    "entmax,1.05",
+    "entmax+softcap",
+    "entmax+gqa",
+    "entmax,everything,sq<sk",
+    "entmax,everything,batched",
+)
+OTHERS = (*OTHERS, "entmax,sink", "entmax,rows without keys,sink", "entmax,mask,pos", "entmax,ties", "entmax,pair,hidden")
 CASES = (*SINGLES, *TOGETHER, *TAU, *(BY_NAME[name] for name in OTHERS))
 
 

@@ -19,7 +19,10 @@ def directions(inputs: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     return [tangents_of(inputs, seed=seed) for seed in range(ENTRIES)]
 
 
-@pytest.mark.parametrize("name", ["causal+gqa", "everything,batched,sq<sk", "mask,pos,causal", "pair,everything,sq<sk"])
+NAMES = ("causal+gqa", "everything,batched,sq<sk", "mask,pos,causal", "pair,everything,sq<sk", "entmax+gqa", "entmax,pair,own")
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shared", ["inputs", "nothing", "all but q"])
 def test_every_derivative(name: str, shared: str) -> None:
     """Entries share the inputs and differ in directions, as in a Jacobian; or have their own, or one of them."""

@@ -8,6 +8,7 @@ import torch
 from backlight.doctor.defects import catalogue, sparse
 from backlight.doctor.defects.mutants import Mutant, run
 from backlight.problems import inputs
+from backlight.problems.along import draw
 from backlight.spec import AttentionSpec
 
 NAMES = [defect.id for defect in sparse.DEFECTS]
@@ -53,3 +54,17 @@ def test_each_mutant_is_finite_and_wrong(name: str, sink: bool) -> None:
         assert all(bool(torch.isfinite(x).all()) for x in found.values()), mutant.detail
         wrong |= any(not torch.allclose(found[n], case.truth[n]) for n in ("y", "lse", "dq", "dentmax"))
     assert wrong
+
+
+@pytest.mark.parametrize("name", [defect.id for defect in catalogue.OF_TANGENTS if defect.id != "tangent-uncentred"])
+def test_each_mutant_of_forward_mode_is_finite_and_wrong(name: str) -> None:
+    case = problem(entmax=True, sink=True)
+    tangents = draw(case.call, 3)
+    right = run(Mutant(), case.call, tangents=tangents)
+    mutants = catalogue.get(name).candidates(case.call) or [Mutant()]
+    for mutant in mutants:
+        found = run(mutant, case.call, tangents=tangents)
+        assert all(bool(torch.isfinite(found[n]).all()) for n in ("ty", "tlse")), mutant.detail
+        # without a softcap none of it can be missing
+        differs = any(not torch.allclose(found[n], right[n]) for n in ("ty", "tlse"))
+        assert differs is (name != "tangent-softcap"), mutant.detail

@@ -16,6 +16,7 @@ from torch import Tensor
 import backlight
 from backlight import doctor
 from backlight.doctor.defects import broken
+from backlight.doctor.defects.mutants import Mutant
 from backlight.doctor.report import json, terminal
 from backlight.doctor.report.html import html
 from backlight.doctor.report.model import FORWARD_MODE
@@ -29,6 +30,7 @@ from backlight.spec import AttentionSpec
 CAUSAL = AttentionSpec(causal=True)
 EVERYTHING = AttentionSpec(causal=True, bias=True, sink=True, gate=True, tau=True)
 WITH_PAIRS = EVERYTHING.replace(tau=False, pair_bias=True)
+WITH_ENTMAX = EVERYTHING.replace(tau=False, entmax=True)
 SMALL = (1, 2, 40, 16)
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -84,7 +86,7 @@ def test_kernels_by_name(name: str) -> None:
     assert tangents_of(report) == (["to"] if name in names.NAMED else ["tlse", "to"])
 
 
-@pytest.mark.parametrize("spec", [EVERYTHING, WITH_PAIRS], ids=["tau", "pair bias"])
+@pytest.mark.parametrize("spec", [EVERYTHING, WITH_PAIRS, WITH_ENTMAX], ids=["tau", "pair bias", "entmax"])
 def test_a_jvp_of_its_own_is_called_with_every_tangent_it_takes(spec: AttentionSpec) -> None:
     given: dict[str, Any] = {}
 
@@ -183,6 +185,31 @@ def test_the_backward_is_wrong_and_forward_mode_is_not() -> None:
         line.endswith("the tangents agree with the oracle, so the backward is wrong") for line in report.findings[0].evidence
     )
     assert next(row for row in report.stages if row.name == "to").status == "ok"
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_entmax_by_dual_numbers(dtype: torch.dtype) -> None:
+    report = doctor.diagnose(ours, AttentionSpec(causal=True, softcap=3.0, sink=True, entmax=True), shape=SMALL, dtype=dtype)
+    assert not complaint(report)
+    assert tangents_of(report) == ["tlse", "to"]
+
+
+def test_a_tangent_of_alpha_that_is_ignored() -> None:
+    def jvp(*tensors: Tensor, tentmax: Tensor, **options: Any) -> Any:
+        return backlight.attention_jvp(*tensors, return_lse=True, backend="tiled", **options)
+
+    report = doctor.diagnose((ours, None, jvp), AttentionSpec(causal=True, entmax=True), shape=SMALL)
+    assert report.finding_ids == ("tangent-input",)
+    assert report.findings[0].title == "forward mode: the tangent of entmax is ignored"
+
+
+def test_a_tangent_that_is_centred_as_a_softmax_is() -> None:
+    """The mean of ts by P, where entmax has it by the slopes."""
+    stages = {"tlse": lambda p, tr: (p * tr).sum(dim=-1)}
+    kernel = broken.Kernel(lambda call: Mutant(tangent=stages))
+    subject = Subject(broken.attention_of(kernel, broken._WithTangent), layout="BHSD")
+    report = doctor.diagnose(subject, AttentionSpec(causal=True, entmax=True), shape=SMALL)
+    assert {row.name: row.status for row in report.stages if row.status != "ok"} == {"tlse": "culprit", "to": "suspect"}
 
 
 def test_both_are_wrong() -> None:

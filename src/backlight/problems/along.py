@@ -12,10 +12,11 @@ from torch import Tensor
 from backlight.call import Call
 from backlight.problems.axes import tensors_of
 from backlight.problems.kink import FLIPPED
-from backlight.problems.noise import wobble
+from backlight.problems.noise import slope_of, wobble
 from backlight.problems.problem import FIELDS, Problem, recast
 from backlight.reference import Oracle, Trace
-from backlight.reference.tangent import FORWARD_MODE, TANGENTS, eager_tangent, flashlike_tangent, tangent
+from backlight.reference.entmax import exponent
+from backlight.reference.tangent import FORWARD_MODE, TANGENT_STAGES, TANGENTS, eager_tangent, flashlike_tangent, tangent
 from backlight.reference.trace import Stage
 
 # so that tangents differ from everything else that is drawn from the problem's seed
@@ -83,32 +84,40 @@ def noise(call: Call, tangents: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _squares(ratio: float) -> dict[str, Stage]:
-    """Stages whose values are sums of squares; `sized` is how large the numbers behind P ts are."""
+    """Stages whose values are sums of squares; `sized` is how large the numbers behind P ts are, with entmax behind w r."""
 
-    def sized(p, ts, q, k, tq, tk, scale, lse):
-        return p * (abs(scale) * (tq**2 @ (k**2).mT + q**2 @ (tk**2).mT).sqrt() + ts.abs() * wobble(ratio, q, k, scale, lse))
+    def sized(p, tr, q, k, tq, tk, scale, lse, entmax, tentmax):
+        moved = abs(scale) * (tq**2 @ (k**2).mT + q**2 @ (tk**2).mT).sqrt()
+        if entmax is not None:
+            # phi of eq. 104 is small beside its summands
+            moved = moved + tentmax.abs() * exponent(entmax) ** 2
+        return slope_of(p, entmax) * (moved + tr.abs() * wobble(ratio, q, k, scale, lse, entmax))
 
-    def tlse(p, ts, p_sink, tsink, q, k, tq, tk, scale, lse):
+    def tlse(p_sink, tsink, *behind):
+        p, *_, entmax, _ = behind
         # beside a sink that takes the row a kernel still subtracts a mean of ts over the keys, and adds it again
-        total = sized(p, ts, q, k, tq, tk, scale, lse).sum(dim=-1) / p.sum(dim=-1).clamp(min=torch.finfo(p.dtype).tiny)
-        return total if tsink is None else total + (p_sink * tsink).abs()
+        weights = slope_of(p, entmax).sum(dim=-1).clamp(min=torch.finfo(p.dtype).tiny)
+        total = sized(*behind).sum(dim=-1) / weights
+        return total if tsink is None else total + (slope_of(p_sink, entmax) * tsink).abs()
 
-    def tcentred(p, ts, p_sink, tsink):
-        mean = (p * ts).sum(dim=-1)
-        return ts - (mean if tsink is None else mean + p_sink * tsink)[:, None]
+    def tcentred(p, tr, p_sink, tsink, entmax, tentmax):
+        return tr - TANGENT_STAGES["tlse"].compute(p, tr, p_sink, tsink, entmax, tentmax)[:, None]
 
-    def tp(p, ts, tcentred, q, k, tq, tk, scale, lse):
-        return p * tcentred.abs() * wobble(ratio, q, k, scale, lse) + ratio * sized(p, ts, q, k, tq, tk, scale, lse)
+    def tp(tcentred, *behind):
+        p, _, q, k, _, _, scale, lse, entmax, _ = behind
+        return slope_of(p, entmax) * tcentred.abs() * wobble(ratio, q, k, scale, lse, entmax) + ratio * sized(*behind)
 
     def tav(tp, m, v):
         return (m * tp**2) @ v**2
 
-    def atv(a, p, tv, q, k, scale, lse):
-        return (a**2 + (p * (wobble(ratio, q, k, scale, lse) - 1)) ** 2) @ tv**2
+    def atv(a, p, tv, q, k, scale, lse, entmax):
+        return (a**2 + (slope_of(p, entmax) * (wobble(ratio, q, k, scale, lse, entmax) - 1)) ** 2) @ tv**2
 
-    def to(tav, atv, p, ts, tlse, o, u, tau, ttau):
-        mean = ((p * ts).sum(dim=-1).abs() + ratio * tlse)[:, None]
-        total = tav + atv + mean**2 * o**2
+    def to(tav, atv, p, tr, tlse, o, u, tau, ttau, entmax):
+        w = slope_of(p, entmax)
+        behind = tlse if entmax is None else tlse * w.sum(dim=-1)
+        mean = ((w * tr).sum(dim=-1).abs() + ratio * behind)[:, None]
+        total = tav + atv + mean**2 * (o if entmax is None else u) ** 2
         return total if tau is None else total + ((mean * tau.abs() + ttau.abs()) * u) ** 2
 
     def ty(to, o, gate, tgate):
@@ -117,4 +126,6 @@ def _squares(ratio: float) -> dict[str, Stage]:
         weight = torch.sigmoid(gate)
         return weight**2 * (to + (o * (1 - weight) * tgate) ** 2)
 
-    return {each.__name__: Stage.of(each) for each in (tlse, tcentred, tp, tav, atv, to, ty)}
+    behind = Stage.of(sized).reads
+    rest = {"tlse": Stage("tlse", "", ("p_sink", "tsink", *behind), tlse), "tp": Stage("tp", "", ("tcentred", *behind), tp)}
+    return rest | {each.__name__: Stage.of(each) for each in (tcentred, tav, atv, to, ty)}

@@ -19,7 +19,7 @@ from backlight.reference.entmax import exponent, slope, slopes
 from backlight.reference.trace import Stage
 
 
-def _slope(p: Tensor, entmax: Tensor | None) -> Tensor:
+def slope_of(p: Tensor, entmax: Tensor | None) -> Tensor:
     """What ds has before the difference."""
     return p if entmax is None else slope(p, entmax)
 
@@ -76,10 +76,10 @@ def _squares(ratio: float) -> dict[str, Stage]:
     """
 
     def ds(p, m, dp, delta, q, k, scale, lse, entmax):
-        return _slope(p, entmax) * wobble(ratio, q, k, scale, lse, entmax) * ((m * dp).abs() + delta.abs()[:, None])
+        return slope_of(p, entmax) * wobble(ratio, q, k, scale, lse, entmax) * ((m * dp).abs() + delta.abs()[:, None])
 
     def weights(a, p, q, k, scale, lse, entmax):
-        return a**2 + (_slope(p, entmax) * (wobble(ratio, q, k, scale, lse, entmax) - 1)) ** 2
+        return a**2 + (slope_of(p, entmax) * (wobble(ratio, q, k, scale, lse, entmax) - 1)) ** 2
 
     def y(a, p, q, k, scale, lse, v, gate, entmax):
         return (weights(a, p, q, k, scale, lse, entmax) @ v**2) * _weight(gate) ** 2
@@ -91,14 +91,14 @@ def _squares(ratio: float) -> dict[str, Stage]:
         return (weights(a, p, q, k, scale, lse, entmax) @ v**2) * (dy * _weight(gate) * (1 - _weight(gate))) ** 2
 
     def dq(dx, k, scale, p, do, o, u, entmax):
-        return scale**2 * (dx**2 @ k**2 + _delta_squares(do, o, u, entmax)[:, None] * (_slope(p, entmax) @ k) ** 2)
+        return scale**2 * (dx**2 @ k**2 + _delta_squares(do, o, u, entmax)[:, None] * (slope_of(p, entmax) @ k) ** 2)
 
     def dk(dx, q, scale, p, do, o, u, entmax):
-        return scale**2 * ((dx**2 + _slope(p, entmax) ** 2 * _delta_squares(do, o, u, entmax)[:, None]).mT @ q**2)
+        return scale**2 * ((dx**2 + slope_of(p, entmax) ** 2 * _delta_squares(do, o, u, entmax)[:, None]).mT @ q**2)
 
     def dsink(p_sink, delta, do, o, lse, u, entmax):
         sized = 1 + ratio * lse.masked_fill(torch.isinf(lse), 0).abs()
-        return (_slope(p_sink, entmax) ** 2 * (_delta_squares(do, o, u, entmax) + (delta * sized) ** 2)).sum()
+        return (slope_of(p_sink, entmax) ** 2 * (_delta_squares(do, o, u, entmax) + (delta * sized) ** 2)).sum()
 
     def dentmax(p, p_sink, dp, dlse, entmax, q, k, scale, lse):
         return _dentmax_squares(p, p_sink, dp, dlse, entmax, wobble(ratio, q, k, scale, lse, entmax))

@@ -2,6 +2,7 @@
 
 The threshold is exact by sorting for alpha 1.5 and 2. For other alphas it is bisected to the end and polished by Newton steps
 on the norm (eq. 81); gradients are those of the implicit function (eq. 87-89), never of the steps. All of it runs in float64.
+Autograd may differentiate it twice, away from the support's border.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 HALVINGS, POLISHING = 48, 3
+# the first has the first derivatives of the implicit function, the second its second ones
+DIFFERENTIABLE = 2
 
 
 def exponent(alpha: Tensor) -> Tensor:
@@ -18,8 +21,8 @@ def exponent(alpha: Tensor) -> Tensor:
 
 
 def threshold(z: Tensor, alpha: Tensor) -> Tensor:
-    """theta of rows z [rows, n] whose entries may be -inf; -inf where a row has none. Autograd may look: the last step, from a
-    threshold that is right already, has the derivatives of the implicit function."""
+    """theta of rows z [rows, n] whose entries may be -inf; -inf where a row has none. Autograd may look: the last steps, from a
+    threshold that is right already, have the derivatives of the implicit function."""
     if not z.shape[-1]:
         return z.new_full(z.shape[:-1], -torch.inf)
     largest = z.detach().amax(dim=-1)
@@ -27,10 +30,17 @@ def threshold(z: Tensor, alpha: Tensor) -> Tensor:
     # entries further below the largest than 1 weigh nothing: rows start there, so that sums of squares lose no digits
     below = (z - largest.masked_fill(~usual, 0)[:, None]).masked_fill(~usual[:, None], 0).clamp(min=-1)
     with torch.no_grad():
-        found = {1.5: _by_sorting_squares, 2.0: _by_sorting}.get(float(alpha))
+        found = {1.5: _by_sorting_squares, 2.0: _by_sorting}.get(float(alpha.detach()))
         theta = _by_halving(below, exponent(alpha)) if found is None else found(below)
-    theta = _polished(theta, below, exponent(alpha))
+    for _ in range(DIFFERENTIABLE):
+        theta = _polished(theta, below, exponent(alpha))
     return torch.where(usual, theta + largest, largest)
+
+
+def _power(u: Tensor, exponent: Tensor) -> Tensor:
+    """u ** exponent where u > 0; 0 elsewhere, with derivatives 0. What is not a number stays none."""
+    dead = u <= 0
+    return torch.where(dead, 0, torch.where(dead, 1, u).pow(exponent))
 
 
 def _counts(z: Tensor) -> Tensor:
@@ -71,10 +81,8 @@ def _by_halving(z: Tensor, e: Tensor) -> Tensor:
 
 def _polished(theta: Tensor, z: Tensor, e: Tensor) -> Tensor:
     """Eq. 81, one step."""
-    u = (z - theta[:, None]).clamp(min=0)
-    alive = u > 0
-    total = u.pow(e).sum(dim=-1)
-    slope = torch.where(alive, torch.where(alive, u, 1).pow(e - 1), 0).sum(dim=-1)
+    u = z - theta[:, None]
+    total, slope = (_power(u, exponent).sum(dim=-1) for exponent in (e, e - 1))
     return theta + (total - total.pow(1 - 1 / e)) / slope
 
 
@@ -92,7 +100,7 @@ def weight(s: Tensor, lse: Tensor, alpha: Tensor) -> Tensor:
     below = s - lse.masked_fill(lse == -torch.inf, 0)
     gone = (below == -torch.inf) | (lse == -torch.inf)
     u = 1 + (alpha - 1) * below.masked_fill(gone, 0)
-    return u.clamp(min=0).pow(exponent(alpha)).masked_fill(gone, 0)
+    return _power(u, exponent(alpha)).masked_fill(gone, 0)
 
 
 def slope(p: Tensor, alpha: Tensor) -> Tensor:
@@ -117,3 +125,18 @@ def by_alpha(p: Tensor, p_sink: Tensor, dp: Tensor, dlse: Tensor | None, alpha: 
     empty = (p.sum(dim=-1) + p_sink) == 0
     of_lse = 0 if dlse is None else (dlse * (e - eta)).masked_fill(empty, 0)
     return e * (of_keys - of_lse).sum()
+
+
+# --- forward mode ------------------------------------------------------------------------------------------------------------
+
+
+def by_tangent_of_alpha(p: Tensor, alpha: Tensor) -> Tensor:
+    """phi of eq. 104: what a tangent of alpha adds to the tangent of a score."""
+    e, u = exponent(alpha), p.pow(alpha - 1)
+    return e**2 * (u - 1) - e * torch.xlogy(u, p)
+
+
+def mean_by_slopes(p: Tensor, p_sink: Tensor, r: Tensor, r_sink: Tensor | float, alpha: Tensor) -> Tensor:
+    """Eq. 105, the tangent of lse."""
+    w, total = slopes(p, p_sink, alpha)
+    return ((w * r).sum(dim=-1) + slope(p_sink, alpha) * r_sink) / total

@@ -1,4 +1,4 @@
-"""Forward mode as stages: how y and lse move along tangents of the inputs (docs/math.md, eq. 47-51).
+"""Forward mode as stages: how y and lse move along tangents of the inputs (docs/math.md, eq. 47-51; entmax: eq. 104-106).
 
 A leading t marks a tangent. Inputs of a head are those of `trace` and, for each of them that is learned, its tangent `t<name>`,
 0 where it does not move, None where the input is. `tlse` is mu of eq. 48.
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from backlight.call import Call
+from backlight.reference import entmax as sparse
 from backlight.reference.eager import UNROUNDED
 from backlight.reference.oracle import Oracle
 from backlight.reference.trace import FORWARD, STAGES, Stage, Trace
@@ -58,20 +59,29 @@ def ts(tx, capped, softcap, tbias, column, tpair_bias, visible):
     return moved.masked_fill(~visible, 0)
 
 
-@_stage("48")
-def tlse(p, ts, p_sink, tsink):
-    mean = (p * ts).sum(dim=-1)
+@_stage("104")
+def tr(ts, p, entmax, tentmax):
+    """With what a tangent of alpha adds to it."""
+    return ts if entmax is None else ts + tentmax * sparse.by_tangent_of_alpha(p, entmax)
+
+
+@_stage("48, 105")
+def tlse(p, tr, p_sink, tsink, entmax, tentmax):
+    if entmax is not None:
+        moved = tentmax * sparse.by_tangent_of_alpha(p_sink, entmax)
+        return sparse.mean_by_slopes(p, p_sink, tr, moved if tsink is None else moved + tsink, entmax)
+    mean = (p * tr).sum(dim=-1)
     return mean if tsink is None else mean + p_sink * tsink
 
 
 @_stage("49")
-def tcentred(ts, tlse):
-    return ts - tlse[:, None]
+def tcentred(tr, tlse):
+    return tr - tlse[:, None]
 
 
-@_stage("49")
-def tp(p, tcentred):
-    return p * tcentred
+@_stage("49, 106")
+def tp(p, tcentred, entmax):
+    return tcentred * (p if entmax is None else sparse.slope(p, entmax))
 
 
 @_stage("50")

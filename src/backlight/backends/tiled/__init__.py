@@ -21,7 +21,9 @@ class TiledBackend:
     )
     order = "products of one sequence at a time; tiles of packed ones do not go by their lengths"
     # a new term has no derivatives until it is named here too
-    twice = frozenset({"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "rows", "pos", "packed"})
+    twice = frozenset(
+        {"causal", "window", "softcap", "bias", "sink", "tau", "gate", "pair_bias", "entmax", "rows", "pos", "packed"}
+    )
     derivatives: ClassVar = {"tangent": twice | {"part"}, "second": twice}
 
     def available(self) -> tuple[str, ...]:

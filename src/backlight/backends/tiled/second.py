@@ -1,13 +1,14 @@
 """Backward through the tangent, in the tiled backend (eq. 56-58): double backward and forward over reverse are the same sweep.
 
 A pre-pass over rows, then one sweep over the tiles of each row block, laid out as in `backward.py`. Both brackets of eq. 58 are
-centred by row sums that are dot products of saved tensors. Parity contract: tests/derivatives.
+centred by row sums that are dot products of saved tensors; with entmax some of them are summed over the tiles before (eq. 108).
+Parity contract: tests/derivatives.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from backlight.backends.tiled.backward import backward
 from backlight.backends.tiled.config import Slab, Tile, config_of, row_blocks, slabs, tiles
+from backlight.backends.tiled.entmax_moving import MovingEntmax
+from backlight.backends.tiled.entmax_second import AlphaTwice, Means, Values, at_sink, means
 from backlight.backends.tiled.forward import base2
 from backlight.backends.tiled.moving import Moving
 from backlight.backends.tiled.pair_bias import blank_gradient
@@ -38,8 +41,8 @@ from backlight.config import Config
 from backlight.spec import LEARNED, SEQUENCE_OF
 
 # those made of the gradient at s (ds), those made of the gradient at ts (dr)
-OF_SCORES = frozenset({"dq", "dk", "dbias", "dpair_bias"})
-OF_TANGENTS = frozenset({"dtq", "dtk", "dtbias", "dtpair_bias"})
+OF_SCORES = frozenset({"dq", "dk", "dbias", "dpair_bias", "dentmax"})
+OF_TANGENTS = frozenset({"dtq", "dtk", "dtbias", "dtpair_bias", "dtentmax"})
 SCORE_GRADIENTS = OF_SCORES | OF_TANGENTS
 VALUE_GRADIENTS = frozenset({"dv", "dtv"})
 PAIR_GRADIENTS = frozenset({"dpair_bias", "dtpair_bias"})
@@ -91,7 +94,8 @@ def _first_order(
 class _Sums:
     """What tiles add to, by the name of the gradient.
 
-    Of rows [N, rows, D], of keys [N, D, Sk], of mirrored distance tables [N, r, n], and shaped like the pair bias.
+    Of rows [N, rows, D], of keys [N, D, Sk], of mirrored distance tables [N, r, n], and shaped like the pair bias; of gradients
+    by alpha, which have sums of their own, the names.
     """
 
     queries: dict[str, Tensor]
@@ -99,21 +103,37 @@ class _Sums:
     tables: dict[str, Tensor]
     pairs: dict[str, Tensor]
 
+    alphas: frozenset[str]
+
     @property
     def wanted(self) -> frozenset[str]:
-        return frozenset((*self.queries, *self.keys, *self.tables, *self.pairs))
+        return frozenset((*self.queries, *self.keys, *self.tables, *self.pairs)) | self.alphas
 
 
 @dataclass(slots=True)
 class _Rows:
-    """Of a block's rows, [N, rows, *]: base-2 lse, mu = tlse, the gradients at o (do) and at to (dto), and both row sums."""
+    """Of a block's rows, [N, rows, *]: lse, mu = tlse, the gradients at o (do) and at to (dto), and both row sums."""
 
-    lse2: Tensor
+    lse: Tensor
     mu: Tensor
     do: Tensor | None
     dto: Tensor | None
     eta: Tensor
     delta: Tensor
+
+
+@dataclass(slots=True)
+class _Tile:
+    """Of a tile: what multiplies v, what the brackets have before them (with entmax slopes), survivors; how far ts, or r of
+    eq. 104, is from the row's mean, and what of it stands before dr in ds. u: of eq. 80, with entmax."""
+
+    tile: Tile
+    a: Tensor
+    p: Tensor
+    m: Tensor | None
+    centred: Tensor
+    bend: Tensor
+    u: Tensor | None = None
 
 
 class _Sweep:
@@ -126,6 +146,8 @@ class _Sweep:
         self.v_columns = columns(keys_of(call.v, slab).to(self.scores.operand))
         self.tv_columns = columns(keys_of(tangents["v"], slab).to(self.scores.operand)) if "v" in tangents else None
         self.elastic = Elastic(call, slab, workspace) if call.tau is not None else None
+        self.entmax = MovingEntmax(call, slab, self.scores, self.moving, tangents) if call.entmax is not None else None
+        self.alphas: AlphaTwice | None = None
         tau = tangents.get("tau")
         self.ttau = None if tau is None else heads_of(tau, slab, call.group, call.accumulator_dtype)
 
@@ -138,21 +160,33 @@ class _Sweep:
         if scores.bias is not None:
             tables = {name: torch.zeros_like(scores.bias.mirrored) for name in ("dbias", "dtbias") if name in sums}
         pairs = {name: total for name, total in sums.items() if name in PAIR_GRADIENTS}
+        alphas = frozenset({"dentmax", "dtentmax"} & sums.keys())
         sweeps = not (SCORE_GRADIENTS | VALUE_GRADIENTS).isdisjoint(wanted)
         for i0, i1 in row_blocks(z.sq, self.config):
             block = Block(self.slab, call.group, i0, i1)
-            if elastic is not None:
-                elastic.start(block)
-            rows = self._prepass(block, results, incoming, out, sums)
-            if not sweeps:
-                continue
+            block_tiles = scores.visited(tiles(call.spec, i0, i1, z.sq, z.sk, self.config))
             scores.start(block)
             moving.start(block)
+            if elastic is not None:
+                elastic.start(block)
+            if self.entmax is not None:
+                self.entmax.start(block)
+            rows = self._prepass(block, block_tiles, results, incoming, out, sums)
+            if not sweeps:
+                continue
             queries: dict[str, Tensor] = {
                 name: torch.zeros_like(scores.q, dtype=dtype) for name in ("dq", "dtq") if name in out
             }
-            for tile in scores.visited(tiles(call.spec, i0, i1, z.sq, z.sk, self.config)):
-                self._tile(tile, rows, _Sums(queries, keys, tables, pairs))
+            if self.entmax is None:
+                tiles_of = self._softmax(rows, block_tiles)
+            else:
+                tiles_of = self._sparse(self.entmax, rows, block_tiles)
+            for found in tiles_of:
+                self._tile(found, rows, _Sums(queries, keys, tables, pairs, alphas))
+            if self.alphas is not None:
+                by_name = {"dentmax": self.alphas.by_alpha, "dtentmax": self.alphas.by_tangent}
+                for name in alphas:
+                    add_heads_(sums[name], self.slab, call.group, block.sum_positions(by_name[name]))
             for name, total in queries.items():
                 block.put_rows(out[name], total.mul_(call.scale))
         for name, total in keys.items():
@@ -161,9 +195,15 @@ class _Sweep:
             add_heads_(sums[name], self.slab, call.group, total.flip(-1))
 
     def _prepass(
-        self, block: Block, results: Results, incoming: Cotangents, out: dict[str, Tensor], sums: dict[str, Tensor]
+        self,
+        block: Block,
+        block_tiles: list[Tile],
+        results: Results,
+        incoming: Cotangents,
+        out: dict[str, Tensor],
+        sums: dict[str, Tensor],
     ) -> _Rows:
-        """Eq. 56, 57; adds to the gradients of gate, tau and sink and of their tangents."""
+        """Eq. 56, 57, with entmax 108; adds to the gradients of gate, tau and sink and of their tangents."""
         call, dtype, operand, slab, group = self.call, self.scores.dtype, self.scores.operand, self.slab, self.call.group
 
         def rows_of(x: Tensor | None) -> Tensor | None:
@@ -181,13 +221,15 @@ class _Sweep:
         zero = torch.zeros_like(lse)
         # a row that sees nothing has no lse to differentiate, unless a sink gives it one
         empty = lse == -math.inf
-        eta = zero + dot(dty, y)
-        delta = zero + dot(dy, y) + dot(dty, ty)
-        if dtlse is not None:
-            eta -= dtlse.masked_fill(empty, 0)
-        if dlse is not None:
-            delta -= dlse.masked_fill(empty, 0)
+        dlse, dtlse = (zero if x is None else x.masked_fill(empty, 0) for x in (dlse, dtlse))
         do, dto = self._gated(block, y, ty, dy, dty, out)
+        if self.entmax is not None:
+            known = Means(zero + dot(dto, u), zero + dot(do, u))
+            do, dto = (None if x is None else x.to(operand) for x in (do, dto))
+            rows = _Rows(lse, mu, do, dto, known.eta, known.delta)
+            return self._sparse_rows(self.entmax, rows, block_tiles, (dlse, dtlse), sums, out.keys() | sums.keys())
+        eta = dot(dty, y) - dtlse
+        delta = dot(dy, y) + dot(dty, ty) - dlse
         if self.elastic is not None:
             u_dto, moved = dot(dto, u), dot(do, u) + dot(dto, tu)
             eta -= self.elastic.tau * u_dto
@@ -205,7 +247,33 @@ class _Sweep:
                 if name in sums:
                     add_heads_(sums[name], slab, group, block.sum_positions(weight * total).neg_())
         do, dto = (None if x is None else x.to(operand) for x in (do, dto))
-        return _Rows(base2(lse), mu, do, dto, eta, delta)
+        return _Rows(lse, mu, do, dto, eta, delta)
+
+    def _sparse_rows(
+        self,
+        entmax: MovingEntmax,
+        rows: _Rows,
+        block_tiles: list[Tile],
+        at_lse: tuple[Tensor, Tensor],
+        sums: dict[str, Tensor],
+        wanted: Set[str],
+    ) -> _Rows:
+        """Eq. 108 and the sink's part; starts the sums of alpha's gradients."""
+        if bool(at_lse[1].any()) or not {*OF_SCORES, "dsink"}.isdisjoint(wanted):
+            values = Values(self.v_columns, self.tv_columns, rows.dto)
+            visits, known = entmax.visits(rows.lse, block_tiles), Means(rows.eta, rows.delta)
+            found = means(entmax, visits, rows.lse, rows.mu, values, known, at_lse, self.workspace)
+            rows.eta, rows.delta = found.eta, found.delta
+        self.alphas = None if {"dentmax", "dtentmax"}.isdisjoint(sums) else AlphaTwice(entmax)
+        sink = entmax.sink(rows.lse)
+        if sink is not None:
+            ds, dr = at_sink(entmax, sink, rows.mu, Means(rows.eta, rows.delta))
+            for name, total in (("dsink", ds), ("dtsink", dr)):
+                if name in sums:
+                    add_heads_(sums[name], self.slab, self.call.group, self.scores.block.sum_positions(total))
+            if self.alphas is not None:
+                self.alphas.add_(sink.u, sink.r - rows.mu, slice(None), ds, dr)
+        return rows
 
     def _gated(
         self, block: Block, y: Tensor, ty: Tensor | None, dy: Tensor | None, dty: Tensor | None, out: dict[str, Tensor]
@@ -230,21 +298,33 @@ class _Sweep:
             block.put_rows(out["dtgate"], torch.zeros_like(y) if dty is None else dty * y * (1 - weight))
         return do, None if dty is None else dty * weight
 
-    def _tile(self, tile: Tile, rows: _Rows, sums: _Sums) -> None:
-        """Eq. 58 of one tile."""
-        scores, operand = self.scores, self.scores.operand
-        queries, keys, wanted = sums.queries, sums.keys, sums.wanted
+    def _softmax(self, rows: _Rows, block_tiles: list[Tile]) -> Iterator[_Tile]:
+        """The weights of each tile and how they move."""
+        scores, elastic, lse2 = self.scores, self.elastic, base2(rows.lse)
+        for tile in block_tiles:
+            part = scores.block.part(tile)
+            p = scores.tile(tile).sub_(lse2[:, part]).exp2_()
+            ts = self.moving.tile(tile, tuple(p.shape))
+            a, m = p, None
+            if elastic is not None:
+                a, m = elastic.weights(elastic.exact_single_(p, tile), tile, scores)
+            # what is left of ts is its distance from the row's mean
+            centred = (torch.zeros_like(p) if ts is None else ts).sub_(rows.mu[:, part])
+            yield _Tile(tile, a, p, m, centred, centred)
+
+    def _sparse(self, entmax: MovingEntmax, rows: _Rows, block_tiles: list[Tile]) -> Iterator[_Tile]:
+        """The same with entmax, of tiles in which something weighs."""
+        for each in entmax.visits(rows.lse, block_tiles):
+            centred = (torch.zeros_like(each.u) if each.r is None else each.r).sub_(rows.mu[:, each.part])
+            yield _Tile(each.tile, each.p, each.w, None, centred, entmax.bend(each.u, centred, each.part), each.u)
+
+    def _tile(self, found: _Tile, rows: _Rows, sums: _Sums) -> None:
+        """Eq. 58, with entmax 107, of one tile."""
+        scores, operand, tile = self.scores, self.scores.operand, found.tile
+        queries, keys, wanted, p, m = sums.queries, sums.keys, sums.wanted, found.p, found.m
         part, here = scores.block.part(tile), slice(tile.j0, tile.j1)
         do, dto = (None if x is None else x[:, part] for x in (rows.do, rows.dto))
-        p = scores.tile(tile).sub_(rows.lse2[:, part]).exp2_()
-        ts = self.moving.tile(tile, tuple(p.shape))
-        a, m = p, None
-        if self.elastic is not None:
-            a, m = self.elastic.weights(self.elastic.exact_single_(p, tile), tile, scores)
-        # what is left of ts is its distance from the row's mean
-        centred = torch.zeros_like(p) if ts is None else ts
-        centred = centred.sub_(rows.mu[:, part])
-        self._values(keys, here, p, a, m, centred, do, dto, part)
+        self._values(keys, here, found, do, dto, part)
         if SCORE_GRADIENTS.isdisjoint(wanted):
             return
         dr = self._bracket("dr", dto, self.v_columns[:, :, here], None, None, p, m, rows.eta[:, part])
@@ -254,8 +334,11 @@ class _Sweep:
         if both:
             tv = None if self.tv_columns is None else self.tv_columns[:, :, here]
             ds = self._bracket("ds", do, self.v_columns[:, :, here], dto, tv, p, m, rows.delta[:, part])
-            ds.addcmul_(centred, dr)
+            ds.addcmul_(found.bend, dr)
             self._terms("d", ds, tile, sums)
+        if self.alphas is not None:
+            assert found.u is not None
+            self.alphas.add_(found.u, found.centred, part, ds if both else None, dr)
         slope = self.moving.slope
         if slope is not None:
             dr.mul_(slope)
@@ -284,10 +367,7 @@ class _Sweep:
         self,
         keys: dict[str, Tensor],
         here: slice,
-        p: Tensor,
-        a: Tensor,
-        m: Tensor | None,
-        centred: Tensor,
+        found: _Tile,
         do: Tensor | None,
         dto: Tensor | None,
         part: slice,
@@ -296,7 +376,7 @@ class _Sweep:
         operand = self.scores.operand
         if VALUE_GRADIENTS.isdisjoint(keys):
             return
-        a = a.to(operand)
+        a = found.a.to(operand)
         if "dv" in keys and do is not None:
             add_product_(keys["dv"][:, :, here], do.mT, a)
         if dto is None:
@@ -304,13 +384,13 @@ class _Sweep:
         if "dtv" in keys:
             add_product_(keys["dtv"][:, :, here], dto.mT, a)
         if "dv" in keys:
-            ta = torch.mul(p, centred, out=self.workspace.take("ta", *p.shape))
-            if m is not None:
+            ta = torch.mul(found.p, found.centred, out=self.workspace.take("ta", *found.p.shape))
+            if found.m is not None:
                 assert self.elastic is not None
                 if self.ttau is not None:
                     moved = self.scores.block.repeat_positions(self.ttau) / self.elastic.n
                     ta.add_(moved[:, part])
-                ta.mul_(m)
+                ta.mul_(found.m)
             add_product_(keys["dv"][:, :, here], dto.mT, ta.to(operand))
 
     def _bracket(

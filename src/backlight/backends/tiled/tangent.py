@@ -1,5 +1,7 @@
 """Forward mode of the tiled backend: tangents of y and lse beside them, in one sweep (eq. 52), two with tau (eq. 53).
 
+With entmax a sweep comes after those of the forward (eq. 106).
+
 A row owns what its forward owns and in addition a scalar `e`, a reference `nu` and a Dv-wide `w`. Where lse is known, the sweep
 needs no running maximum, and y and u cost no product. Any subset of tangents costs the products of that subset (eq. 55).
 Parity contract: tests/derivatives.
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from backlight.backends.tiled.config import Slab, Tile, config_of, row_blocks, slabs, tiles
+from backlight.backends.tiled.entmax_moving import MovingEntmax
 from backlight.backends.tiled.forward import base2, finish, softmax_sweep, start
 from backlight.backends.tiled.moving import Moving
 from backlight.backends.tiled.primitives import (
@@ -35,7 +38,7 @@ Saved = tuple[Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Like y [B,Hq,Sq,Dv] and lse [B,Hq,Sq]; u and tu only with tau and where they are to be saved."""
+    """Like y [B,Hq,Sq,Dv] and lse [B,Hq,Sq]; u only with tau or entmax, tu only with tau, and where they are to be saved."""
 
     y: Tensor
     lse: Tensor
@@ -50,7 +53,7 @@ class Results:
 
 
 def tangent(call: Call, tangents: Mapping[str, Tensor], saved: Saved | None, save_u: bool) -> Results:
-    """tangents: by name of the input, any subset. saved: y, lse and, with tau, u of the forward, which are returned."""
+    """tangents: by name of the input, any subset. saved: y, lse and, with tau or entmax, u; they are returned."""
     out = _allocate(call, tangents, saved, save_u)
     config = config_of(call)
     workspace = Workspace(config.heads * call.group * config.block_m * config.block_n, call.q.detach(), call.accumulator_dtype)
@@ -66,7 +69,7 @@ def _allocate(call: Call, tangents: Mapping[str, Tensor], saved: Saved | None, s
         y = torch.empty_like(call.q, dtype=call.output_dtype)
         y = y if dv == call.q.shape[-1] else y.new_empty(*call.q.shape[:3], dv)
         lse = call.q.new_empty(call.q.shape[:3], dtype=call.accumulator_dtype)
-        u = torch.empty_like(y) if elastic and save_u else None
+        u = torch.empty_like(y) if call.spec.keeps_u and save_u else None
     else:
         y, lse, u = saved
     tu = torch.empty_like(y) if elastic and save_u and "v" in tangents else None
@@ -77,7 +80,8 @@ def _allocate(call: Call, tangents: Mapping[str, Tensor], saved: Saved | None, s
 class _Rows:
     """What a sweep leaves of a block's rows, [N, rows, *]: numbers of the normalised row.
 
-    o, u: absent where they are known or nobody needs them. e: the sum of g; e_cast: the same of what was multiplied with v.
+    o, u: absent where they are known or nobody needs them. e: the sum of g, with entmax over that of slopes; e_cast: the sum of
+    what was multiplied with v.
     """
 
     lse: Tensor
@@ -109,6 +113,7 @@ class _Sweep:
         self.v = keys_of(call.v, slab).to(self.scores.operand)
         self.tv = keys_of(tangents["v"], slab).to(self.scores.operand) if "v" in tangents else None
         self.elastic = Elastic(call, slab, workspace) if call.tau is not None else None
+        self.entmax = MovingEntmax(call, slab, self.scores, self.moving, tangents) if call.entmax is not None else None
 
         def per_head(parameter: Tensor | None) -> Tensor | None:
             return None if parameter is None else heads_of(parameter, slab, group, dtype)
@@ -123,7 +128,9 @@ class _Sweep:
             self.scores.start(block)
             self.moving.start(block)
             part = self.call.part
-            if part is not None and part.lse is not None:
+            if self.entmax is not None:
+                rows = self._sparse(self.entmax, out, block_tiles)
+            elif part is not None and part.lse is not None:
                 assert part.tlse is not None
                 lse, tlse = (block.rows_of(x[..., None]) for x in (part.lse, part.tlse))
                 rows = self._known(lse, block_tiles, fresh=True, with_tu=out.tu is not None, tlse=tlse)
@@ -236,6 +243,40 @@ class _Sweep:
             e, e_cast = e + moved, e_cast + moved
         return _Rows(lse, o, u, tu, w, e, e_cast, nu)
 
+    def _sparse(self, entmax: MovingEntmax, out: Results, block_tiles: list[Tile]) -> _Rows:
+        """Eq. 106, after the thresholds where lse is not known."""
+        scores, operand = self.scores, self.scores.operand
+        block = scores.block
+        entmax.start(block)
+        o: Tensor | None = None
+        u: Tensor | None = None
+        if self.known:
+            lse = block.rows_of(out.lse[..., None])
+        else:
+            lse, o, u = entmax.entmax.forward(scores, self.v, block_tiles)
+        w, e, nu, slopes = self._zeros(self.v.shape[-1]), self._zeros(1), self._zeros(1), self._zeros(1)
+        e_cast = e if operand == scores.dtype else e.clone()
+        first = _First(scores)
+        for each in entmax.visits(lse, block_tiles if entmax.moves or self.tv is not None else []):
+            part, keys = each.part, slice(each.tile.j0, each.tile.j1)
+            if each.r is not None:
+                total = each.w.sum(dim=-1, keepdim=True)
+                slopes[:, part].add_(total)
+                first.reference(nu, each.w, each.r, total, part)
+                g = each.r.sub_(nu[:, part]).mul_(each.w)
+                e[:, part].add_(g.sum(dim=-1, keepdim=True))
+                g = g.to(operand)
+                if e_cast is not e:
+                    e_cast[:, part].add_(g.sum(dim=-1, keepdim=True, dtype=scores.dtype))
+                add_product_(w[:, part], g, self.v[:, keys])
+            if self.tv is not None:
+                add_product_(w[:, part], each.p.to(operand), self.tv[:, keys])
+        sink = entmax.sink(lse)
+        if sink is not None and entmax.moves:
+            moved = sink.w * (sink.r - nu)
+            e, e_cast, slopes = e + moved, e_cast + moved, slopes + sink.w
+        return _Rows(lse, o, u, None, w, e / slopes.masked_fill_(slopes == 0, 1), e_cast, nu)
+
     def _put(self, out: Results, block: Block, rows: _Rows) -> None:
         """ty and tlse of the block's rows, and y, lse and u where they are new (eq. 51; sigma * o is y)."""
         dtype, gate, elastic = self.scores.dtype, self.call.gate, self.elastic
@@ -245,8 +286,13 @@ class _Sweep:
             return x if weight is None else x * weight
 
         y = block.rows_of(out.y).to(dtype) if rows.o is None else gated(rows.o)
+        mean = y
+        if self.entmax is not None:
+            # of v by the slopes
+            assert rows.u is not None or out.u is not None
+            mean = gated(block.rows_of(out.u).to(dtype) if rows.u is None else rows.u)  # type: ignore[arg-type]
         ty = gated(rows.w)
-        ty = ty.sub_(rows.e_cast * y) if ty is not rows.w else ty - rows.e_cast * y
+        ty = ty.sub_(rows.e_cast * mean) if ty is not rows.w else ty - rows.e_cast * mean
         if elastic is not None:
             u = rows.u
             if u is None and out.u is not None:

@@ -43,7 +43,7 @@ DEFECTS = [
         "to",
         "to is wrong, tlse and the gradients are right; I14 fails",
         "Set v = 1 and tv = 0: to must be 0, and is mu.",
-        variants=always(Mutant(tangent={"tcentred": lambda ts: ts})),
+        variants=always(Mutant(tangent={"tcentred": lambda tr: tr})),
     ),
     _tangent(
         "tangent-mu-sign",
@@ -52,7 +52,7 @@ DEFECTS = [
         "to",
         "to is wrong, tlse and the gradients are right; I14 fails",
         "Set v = 1 and tv = 0: to must be 0, and is 2 mu.",
-        variants=always(Mutant(tangent={"tcentred": lambda ts, tlse: ts + tlse[:, None]})),
+        variants=always(Mutant(tangent={"tcentred": lambda tr, tlse: tr + tlse[:, None]})),
     ),
     _tangent(
         "tangent-lse-sign",
