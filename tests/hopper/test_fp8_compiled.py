@@ -21,8 +21,8 @@ TERMS = ("bias", "sink", "gate")
 # bytes by (D, causal, with terms): a few addresses that are read once a tile; from 3.9 on descriptors of wgmma take registers
 ALLOWED_SPILLS = {(256, True, True): 16}
 WINDOW_SPILLS = {64: 0, 128: 4, 256: 12}
-# of masks by (D, intervals, packed with terms), of a softcap by (D, what else); none inside the loops over keys, but for two to
-# three values of two intervals beside a bias. Triton 3.7; others have not been looked at
+# of masks by (D, intervals, packed with terms), of a softcap by (D, what else); none inside the loops over keys, but for two or
+# three values of a mask beside a bias at 128 columns. Triton 3.7; others have not been looked at
 MASK_SPILLS = {(128, 1, True): 24, (128, 2, True): 24, (256, 1, True): 20}
 CAP_SPILLS = {(128, "window"): 4, (256, "causal"): 4, (256, "window"): 56}
 if TRITON >= (3, 9):

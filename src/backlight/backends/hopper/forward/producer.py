@@ -76,9 +76,16 @@ def next_entry(p, visits, j):
 
 
 @gluon.jit
-def write_entry(p, entry, place):
+def take_place(p, entry, count):
+    """(stage, its mbarrier, place for intervals) of tile number `count` of K, once free; what the list says is written."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    stage = ring_stage(p.k, count)
+    full = p.k.full.index(stage)
+    if count >= p.V.ST:
+        wait_empty(p.k, stage)
+    place = stage_of(count, p.V.PLACES)
     p.buffers.entry.index(place).store(gl.full([1], entry, gl.int32, one))
+    return stage, full, place
 
 
 @gluon.jit
@@ -93,12 +100,7 @@ def load_intervals(p, visits, entry, place, full):
 @gluon.jit
 def feed_cut(p, visits, entry, count, b, h, start, length, row):
     """A tile of K with what the list says of it, and the row intervals of its keys."""
-    stage = ring_stage(p.k, count)
-    full = p.k.full.index(stage)
-    if count >= p.V.ST:
-        wait_empty(p.k, stage)
-    place = stage_of(count, p.V.PLACES)
-    write_entry(p, entry, place)
+    stage, full, place = take_place(p, entry, count)
     mbarrier.expect(full, p.k_desc.block_type.nbytes + 2 * p.V.INTERVALS * p.V.BN * 4)
     load_intervals(p, visits, entry, place, full)
     load_tile(p.k_desc, b, h, start, length, row, full, p.k.tiles.index(stage), p.V.VARLEN)

@@ -97,8 +97,9 @@ def forward(call: Call, given: Quantised) -> tuple[Tensor, Tensor]:
     tiling = Tiling(BLOCK, BLOCK, row_tiles, key_tiles)
     if call.cu_seqlens_k is not None:
         cu_q, cu_k, row_tiles_before, _ = launch.packing(call.cu_seqlens_q, BLOCK)
-        packing = Packing(cu_q, cu_k, row_tiles_before, launch.first_tiles(call.cu_seqlens_k, BLOCK))
-        tiling = Tiling(BLOCK, BLOCK, row_tiles, key_tiles, *packing)
+        before = row_tiles_before, launch.first_tiles(call.cu_seqlens_k, BLOCK)
+        packing = Packing(cu_q, cu_k, *before)
+        tiling = Tiling(BLOCK, BLOCK, row_tiles, key_tiles, cu_q, cu_k, *before)
     n_tiles = row_tiles * batch * heads
     if n_tiles == 0:
         return y, lse

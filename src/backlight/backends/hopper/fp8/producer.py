@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from backlight.backends.hopper.compat import smem_reinterpret, tma_load
-from backlight.backends.hopper.forward.producer import Visits, load_intervals, visits_of, write_entry
+from backlight.backends.hopper.forward.producer import Visits, load_intervals, take_place, visits_of
 from backlight.backends.hopper.forward.ring import ring_stage, wait_empty
 from backlight.backends.hopper.forward.tiles import (
     CUT,
@@ -18,7 +18,7 @@ from backlight.backends.hopper.forward.tiles import (
     tile_blocks,
     write_field,
 )
-from backlight.backends.hopper.primitives import WM, stage_of
+from backlight.backends.hopper.primitives import WM
 from backlight.backends.intervals.kernels import KINDS
 
 
@@ -64,12 +64,7 @@ def rightmost(p, visits):
 @gluon.jit
 def feed_entry(p, visits, entry, count, b, h, row):
     """A tile of K with what the list says of it and, where it is to be masked, the row intervals of its keys."""
-    stage = ring_stage(p.k, count)
-    full = p.k.full.index(stage)
-    if count >= p.V.ST:
-        wait_empty(p.k, stage)
-    place = stage_of(count, p.V.PLACES)
-    write_entry(p, entry, place)
+    stage, full, place = take_place(p, entry, count)
     if entry % KINDS != 0:
         mbarrier.expect(full, p.k_desc.block_type.nbytes + 2 * p.V.INTERVALS * p.V.BN * 4)
         load_intervals(p, visits, entry, place, full)
