@@ -91,8 +91,11 @@ TERMS: dict[str, dict[str, Any]] = {
 }
 
 
-def agree(call: Call, late: bool) -> None:
-    """The kernel, in the emulator, with the emulation in PyTorch."""
+def agree(call: Call, late: bool, most: float = 1e-3) -> None:
+    """The kernel, in the emulator, with the emulation in PyTorch.
+
+    most: error of lse. A weight that went to its other neighbour shows where few keys are seen: an eighth of a hundredth.
+    """
     given = calls.quantise(call)
     with emulator.emulated(host, late=late):
         y, lse = host.forward(call, given)
@@ -101,7 +104,7 @@ def agree(call: Call, late: bool) -> None:
     assert torch.equal(lse[~seen], lse_wanted[~seen])
     assert float((y.double() - y_wanted.double()).norm()) <= 3e-3 * float(y_wanted.double().norm())
     if seen.any():
-        assert float((lse.double() - lse_wanted)[seen].abs().max()) < 1e-3
+        assert float((lse.double() - lse_wanted)[seen].abs().max()) < most
 
 
 def inputs(d: int) -> list[Tensor]:
@@ -117,13 +120,20 @@ def test_terms(name: str, late: bool) -> None:
 
 
 @pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
-@pytest.mark.parametrize("name", ["bias", "sink", "sink alone", "gate", "all"])
+@pytest.mark.parametrize("name", ["softcap", "bias", "sink", "sink alone", "gate", "all"])
 def test_terms_of_wide_heads(name: str, late: bool) -> None:
     q, k, v = inputs(256)
-    options = {term: value for term, value in TERMS[name].items() if term != "softcap"}
+    options = dict(TERMS[name])
     if "gate" in options:
         options["gate"] = drawn(1, HEADS, ROWS, 256, seed=6).half()
     agree(call_of(q, k + 1, v, **options), late)
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (90, 20)}], ids=str)
+def test_softcap_of_heads_of_128(options: dict[str, Any], late: bool) -> None:
+    q, k, v = inputs(128)
+    agree(call_of(q, k + 1, v, softcap=3.0, **options), late, 2e-3)
 
 
 @pytest.mark.parametrize("late", [True, False], ids=["late", "early"])

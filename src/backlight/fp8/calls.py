@@ -22,9 +22,9 @@ WIDTHS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 # what the emulation takes of `spec.FEATURES`, and the kernel
 EMULATED = frozenset(("causal", "window", "softcap", "bias", "sink", "gate", "pair_bias", "rows", "pos", "packed"))
-KERNEL = frozenset(("causal", "window", "softcap", "bias", "sink", "gate", "packed"))
-# head dimension up to which the kernel has registers for a softcap
-CAPPED = 64
+KERNEL = frozenset(("causal", "window", "softcap", "bias", "sink", "gate", "rows", "packed"))
+# head dimension up to which the kernel has shared memory for masks with two intervals of rows for a key
+TWO_INTERVALS = 128
 NOT_CENTRED = "softcap bends scores with their mean: quantise the keys with centred=False"
 BACKENDS = (None, "hopper", "emulated")
 
@@ -55,12 +55,20 @@ def why_not(call: Call, given: Quantised) -> tuple[str, ...]:
         return reasons
     if given.q.device.type != "cuda":
         return (f"device {given.q.device.type} is no GPU",)
+    return beyond_kernel(call, given)
+
+
+def beyond_kernel(call: Call, given: Quantised) -> tuple[str, ...]:
+    """Reasons against it that do not lie in the machine."""
     if given.q.shape[-1] not in WIDTHS:
         return (f"head dimension {given.q.shape[-1]} is not one of {', '.join(map(str, WIDTHS))}",)
     if given.dtype not in DTYPES:
         return (f"dtype {given.dtype} is not one of fp16, bf16",)
-    if call.spec.softcap is not None and given.q.shape[-1] > CAPPED:
-        return (f"softcap in e4m3 with head dimension {given.q.shape[-1]} above {CAPPED} needs more registers than there are",)
+    if call.rows is not None and call.rows.shape[2] > 2 and given.q.shape[-1] > TWO_INTERVALS:
+        return (
+            f"a mask with two intervals in e4m3 with head dimension {given.q.shape[-1]} above {TWO_INTERVALS} needs more "
+            "shared memory than there is",
+        )
     return unknown(call, KERNEL)
 
 

@@ -25,7 +25,7 @@ from backlight.backends.hopper.forward.producer import producer
 from backlight.backends.hopper.forward.ring import Ring
 from backlight.backends.hopper.forward.sparse import sparse_consumer
 from backlight.backends.hopper.forward.sparse_producer import sparse_producer
-from backlight.backends.hopper.forward.tiles import slot_size
+from backlight.backends.hopper.forward.tiles import memory_of_intervals, slot_size
 from backlight.backends.hopper.primitives import WM, barriers, tiles_of
 
 
@@ -75,9 +75,7 @@ def memory_of(dtype: gl.constexpr, V: gl.constexpr):
     intervals = None
     entry = None
     if V.INTERVALS > 0:
-        rows_l: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-        intervals = gl.allocate_shared_memory(gl.int32, [V.PLACES * 2 * V.INTERVALS, V.BN], rows_l)
-        entry = gl.allocate_shared_memory(gl.int32, [V.PLACES, 1], number)
+        intervals, entry = memory_of_intervals(V)
     overflow = None
     if V.KEEP_FIRST_MAX:
         overflow = gl.allocate_shared_memory(gl.int32, [4, 1], number)

@@ -76,9 +76,8 @@ def next_entry(p, visits, j):
 
 
 @gluon.jit
-def feed_cut(p, visits, entry, count, b, h, start, length, row):
-    """A tile of K with what the list says of it, and the row intervals of its keys."""
-    N: gl.constexpr = 2 * p.V.INTERVALS
+def take_place(p, entry, count):
+    """(stage, its mbarrier, place for intervals) of tile number `count` of K, once free; what the list says is written."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     stage = ring_stage(p.k, count)
     full = p.k.full.index(stage)
@@ -86,10 +85,24 @@ def feed_cut(p, visits, entry, count, b, h, start, length, row):
         wait_empty(p.k, stage)
     place = stage_of(count, p.V.PLACES)
     p.buffers.entry.index(place).store(gl.full([1], entry, gl.int32, one))
-    mbarrier.expect(full, p.k_desc.block_type.nbytes + N * p.V.BN * 4)
+    return stage, full, place
+
+
+@gluon.jit
+def load_intervals(p, visits, entry, place, full):
+    """The row intervals of a block's keys to their place, one vector after the other."""
+    N: gl.constexpr = 2 * p.V.INTERVALS
     at = (visits.first + entry // KINDS) * N
     for i in gl.static_range(N):
         tma_load(p.folded_desc, [(at + i) * p.V.BN], full, p.buffers.intervals.index(place * N + i))
+
+
+@gluon.jit
+def feed_cut(p, visits, entry, count, b, h, start, length, row):
+    """A tile of K with what the list says of it, and the row intervals of its keys."""
+    stage, full, place = take_place(p, entry, count)
+    mbarrier.expect(full, p.k_desc.block_type.nbytes + 2 * p.V.INTERVALS * p.V.BN * 4)
+    load_intervals(p, visits, entry, place, full)
     load_tile(p.k_desc, b, h, start, length, row, full, p.k.tiles.index(stage), p.V.VARLEN)
 
 

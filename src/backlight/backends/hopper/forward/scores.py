@@ -90,8 +90,22 @@ def hide_outside(p, view, s, count):
     """Scores of a block, masked by the row intervals that have come with tile number `count` of K, which is released."""
     stage = ring_stage(p.k, count)
     place = stage_of(count, p.V.PLACES)
+    s = hide_by_entry(p, view, s, read_entry(p, place), place)
+    if p.V.PLACES == p.V.ST:
+        release(p.k, stage)
+    return s
+
+
+@gluon.jit
+def read_entry(p, place):
+    """What the list of tiles to visit says of the tile of K whose intervals lie at `place`."""
     four: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    entry = gl.max(p.buffers.entry.index(place).load(four), 0)
+    return gl.max(p.buffers.entry.index(place).load(four), 0)
+
+
+@gluon.jit
+def hide_by_entry(p, view, s, entry, place):
+    """Scores of a block, compared with those of its intervals that its entry names."""
     row = gl.expand_dims(view.i0 + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)), 1)
     if (entry & FIRST) != 0:
         s = gl.where(row >= limit_of(p, s, place, 0), s, -INF)
@@ -100,8 +114,6 @@ def hide_outside(p, view, s, count):
     if p.V.INTERVALS == 2:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
         if (entry & HOLE) != 0:
             s = gl.where((row < limit_of(p, s, place, 2)) | (row >= limit_of(p, s, place, 3)), s, -INF)
-    if p.V.PLACES == p.V.ST:
-        release(p.k, stage)
     return s
 
 

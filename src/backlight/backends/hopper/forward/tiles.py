@@ -32,6 +32,14 @@ def slot_size(INTERVALS):
 
 
 @gluon.jit
+def memory_of_intervals(V: gl.constexpr):
+    """(row intervals of the keys of tiles of K, what the list of tiles to visit says of those)."""
+    rows_l: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    intervals = gl.allocate_shared_memory(gl.int32, [V.PLACES * 2 * V.INTERVALS, V.BN], rows_l)
+    return intervals, gl.allocate_shared_memory(gl.int32, [V.PLACES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
 def draw(p, tile):
     """The tile that comes after a CTA's tile: later tiles have higher numbers."""
     next_tile = tile + gl.num_programs(0)

@@ -29,10 +29,13 @@ class Variant(NamedTuple):
     BIAS: bool = False
     SINK: bool = False
     GATE: bool = False
+    # row intervals of a key: 0 without such a mask, which has causal and window folded in; places for them
+    INTERVALS: int = 0
+    PLACES: int = 1
     # what the forward has besides
     QB: int = 1
     KEEP_FIRST_MAX: bool = False
-    INTERVALS: int = 0
+    FULL_FIRST: bool = False
 
 
 class Packing(NamedTuple):
@@ -55,12 +58,15 @@ class Scales(NamedTuple):
 
 @arguments
 class Buffers:
-    """Shared memory of a CTA besides the rings, and its mbarriers; tile: published tiles."""
+    """Shared memory of a CTA besides the rings, and its mbarriers; tile: published tiles; intervals, entry: as in the forward,
+    but that every tile of K has its entry."""
 
     q: gl.shared_memory_descriptor
     o: gl.shared_memory_descriptor
     gate_full: Maybe
     tile: gl.shared_memory_descriptor
+    intervals: Maybe
+    entry: Maybe
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
 
@@ -88,6 +94,11 @@ class Quantised(Sizes):
     bias_origin: Maybe
     packing: Maybe
     n_segments: gl.tensor
+    folded_desc: Maybe
+    mask: Maybe
+    mask_batch: Maybe
+    mask_head: Maybe
+    most: Maybe
     V: gl.constexpr
     buffers: Buffers
     k: Ring

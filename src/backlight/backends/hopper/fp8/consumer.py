@@ -20,9 +20,12 @@ from backlight.backends.hopper.fp8.steps import (
     LARGEST,
     accumulator,
     added,
+    entry_of,
     factor_of,
     first_sums,
+    hide_and_release,
     no_products,
+    release_k,
     seen_scores,
     softmax_step,
     start_scores,
@@ -30,6 +33,7 @@ from backlight.backends.hopper.fp8.steps import (
 )
 from backlight.backends.hopper.primitives import INF, LN2, WM, end_block, log2_of_sum
 from backlight.backends.hopper.terms import sigmoid
+from backlight.backends.intervals.kernels import KINDS
 
 # columns of O that fit into registers twice, and those of a piece where they do not
 WHOLE, PIECE = gl.constexpr(128), gl.constexpr(64)
@@ -109,30 +113,51 @@ def collect_outputs(p, o, rescale, weights, stage, tokens, BEHIND: gl.constexpr)
 def first_scores(p, q, view, head, q_scale, k_scale_ptr, count):
     """`Rows` before the block that the mask may cut, the last one."""
     row_max, row_sum = first_sums(p, view, head)
-    factor = factor_of(p, q_scale, k_scale_ptr, view.end - 1)
+    block = view.end - 1
+    entry = block
+    if p.V.INTERVALS == 0:
+        factor = factor_of(p, q_scale, k_scale_ptr, block)
     wait_full(p.k, count)
+    if p.V.INTERVALS > 0:
+        entry = entry_of(p, count)
+        block = entry // KINDS
+        # rows that see nothing are given a block that does not exist
+        factor = factor_of(p, q_scale, k_scale_ptr, gl.where(block * p.V.BN < view.sk, block, 0))
     s = warpgroup_mma_wait(0, deps=[start_scores(p, q, ring_stage(p.k, count))])
-    release(p.k, ring_stage(p.k, count))
-    s, factor = termed(p, view, s, factor, view.end - 1)
-    if p.V.MASKED:
-        s = hide(p, s, view.position, view.end - 1, view.sk)
+    release_k(p, count)
+    s, factor = termed(p, view, s, factor, block)
+    if p.V.INTERVALS > 0:
+        s = hide_and_release(p, view, s, entry, count)
+    elif p.V.MASKED:
+        s = hide(p, s, view.position, block, view.sk)
     return Rows(no_outputs(p), s, row_max, row_sum, factor)
 
 
 @gluon.jit
 def advance(p, q, view, rows, q_scale, k_scale_ptr, count, block, W: gl.constexpr):
-    """The softmax of block + 1, its P V, and S of `block`: last where it has no terms, since O is added up under it then;
-    otherwise first, and terms come under P V. A cap's squares do not fit into registers beside the product."""
-    PLAIN: gl.constexpr = not (p.V.HAS_LEFT or p.V.HAS_RIGHT or p.V.BIAS or p.V.SOFTCAP)
-    following = factor_of(p, q_scale, k_scale_ptr, block)
+    """The softmax of the block before, its P V, and S of `block`: last where it has no terms, since O is added up under it
+    then; otherwise first, and terms come under P V. A cap's squares do not fit into registers beside the product.
+
+    Limits of row intervals, and a cap of wide scores, leave no register to a product at all: S is last there too, and terms
+    come after both.
+    """
+    ALONE: gl.constexpr = p.V.INTERVALS > 0 or (p.V.SOFTCAP and p.V.D > 64)
+    LAST: gl.constexpr = ALONE or not (p.V.HAS_LEFT or p.V.HAS_RIGHT or p.V.BIAS or p.V.SOFTCAP)
+    entry = block
+    if p.V.INTERVALS == 0:
+        following = factor_of(p, q_scale, k_scale_ptr, block)
     weights, row_max, row_sum, rescale = softmax_step(p, rows.s, rows.factor, rows.row_max, rows.row_sum)
     k_stage = ring_stage(p.k, count + 1)
     v_stage = ring_stage(p.v, count)
     wait_full(p.k, count + 1)
     wait_full(p.v, count)
+    if p.V.INTERVALS > 0:
+        entry = entry_of(p, count + 1)
+        block = entry // KINDS
+        following = factor_of(p, q_scale, k_scale_ptr, block)
     if p.V.PINGPONG:
         wait_turn(p, W)
-    if PLAIN:
+    if LAST:
         tokens = start_outputs(p, weights, v_stage)
         s_token = start_scores(p, q, k_stage)
     else:
@@ -140,25 +165,28 @@ def advance(p, q, view, rows, q_scale, k_scale_ptr, count, block, W: gl.constexp
         tokens = start_outputs(p, weights, v_stage)
     if p.V.PINGPONG:
         hand_on_turn(p, W)
-    if PLAIN:
+    if LAST:
         o = collect_outputs(p, rows.o, rescale, weights, v_stage, tokens, 1)
         s = warpgroup_mma_wait(0, deps=[s_token])
-        release(p.k, k_stage)
+        release_k(p, count + 1)
+        s, following = seen_scores(p, view, s, following, block, entry, count + 1)
     else:
         s = warpgroup_mma_wait(1, deps=[s_token])
         release(p.k, k_stage)
         if not p.V.SOFTCAP:
-            s, following = seen_scores(p, view, s, following, block)
+            s, following = seen_scores(p, view, s, following, block, entry, count + 1)
         o = collect_outputs(p, rows.o, rescale, weights, v_stage, tokens, 0)
         if p.V.SOFTCAP:
-            s, following = seen_scores(p, view, s, following, block)
+            s, following = seen_scores(p, view, s, following, block, entry, count + 1)
     return Rows(o, s, row_max, row_sum, following)
 
 
 @gluon.jit
 def advance_wide(p, q, view, rows, q_scale, k_scale_ptr, count, block, W: gl.constexpr):
-    """`advance` where S has no registers beside a product with V: P V of block + 1, then S of `block`."""
-    following = factor_of(p, q_scale, k_scale_ptr, block)
+    """`advance` where S has no registers beside a product with V: P V of the block before, then S of `block`."""
+    entry = block
+    if p.V.INTERVALS == 0:
+        following = factor_of(p, q_scale, k_scale_ptr, block)
     weights, row_max, row_sum, rescale = softmax_step(p, rows.s, rows.factor, rows.row_max, rows.row_sum)
     wait_full(p.v, count)
     if p.V.PINGPONG:
@@ -166,12 +194,16 @@ def advance_wide(p, q, view, rows, q_scale, k_scale_ptr, count, block, W: gl.con
     tokens = start_outputs(p, weights, ring_stage(p.v, count))
     o = collect_outputs(p, rows.o, rescale, weights, ring_stage(p.v, count), tokens, 0)
     wait_full(p.k, count + 1)
+    if p.V.INTERVALS > 0:
+        entry = entry_of(p, count + 1)
+        block = entry // KINDS
+        following = factor_of(p, q_scale, k_scale_ptr, block)
     s_token = start_scores(p, q, ring_stage(p.k, count + 1))
     if p.V.PINGPONG:
         hand_on_turn(p, W)
     s = warpgroup_mma_wait(0, deps=[s_token])
-    release(p.k, ring_stage(p.k, count + 1))
-    s, following = seen_scores(p, view, s, following, block)
+    release_k(p, count + 1)
+    s, following = seen_scores(p, view, s, following, block, entry, count + 1)
     return Rows(o, s, row_max, row_sum, following)
 
 

@@ -11,10 +11,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backlight.backends.hopper.compat import COMPILER
-from backlight.backends.hopper.forward.arguments import Terms
+from backlight.backends.hopper.config import intervals_of, is_masked
+from backlight.backends.hopper.forward.arguments import Mask, Terms
 from backlight.backends.hopper.fp8.arguments import Packing, Scales, Variant
 from backlight.backends.hopper.fp8.kernel import _fp8_kernel
-from backlight.backends.hopper.launch import GLUON_DTYPES, Launch, multiprocessors, readable
+from backlight.backends.hopper.launch import GLUON_DTYPES, Launch, descriptor, multiprocessors, readable, vector_fields
+from backlight.backends.intervals.tiles import Tiling, live_tiles
 from backlight.call import Call
 from backlight.config import resolve
 from backlight.quantising import BLOCK, Quantised
@@ -49,23 +51,36 @@ def tiles(tensor: Tensor, rows: int, width: int) -> TensorDescriptor:
 
 
 def variant_of(call: Call, given: Quantised, config: Fp8Config) -> Variant:
-    spec, sk = call.spec, given.keys.k.shape[2]
-    masked = spec.left is not None or spec.right is not None
+    spec, sk, intervals = call.spec, given.keys.k.shape[2], intervals_of(call)
+    # row intervals have causal and window folded in
+    left, right = (limit is not None and intervals == 0 for limit in (spec.left, spec.right))
     return Variant(
         D=given.q.shape[-1],
         BN=BLOCK,
         NC=2,
         ST=config.stages,
-        HAS_LEFT=spec.left is not None,
-        HAS_RIGHT=spec.right is not None,
-        MASKED=masked or call.varlen or sk % BLOCK != 0,
+        HAS_LEFT=left,
+        HAS_RIGHT=right,
+        MASKED=left or right or intervals > 0 or call.varlen or sk % BLOCK != 0,
         PINGPONG=config.pingpong,
         VARLEN=call.varlen,
         SOFTCAP=spec.softcap is not None,
         BIAS=spec.bias,
         SINK=spec.sink,
         GATE=spec.gate,
+        INTERVALS=intervals,
+        PLACES=config.stages,
     )
+
+
+def masking(launch: Launch, tiling: Tiling) -> tuple[Any, ...]:
+    """The key blocks that row tiles visit under a mask by row intervals, and those intervals: arguments of the kernel."""
+    if launch.call.rows is None:
+        return (None,) * 5
+    visited = live_tiles(launch.start_beside, launch.call, tiling, of_rows=True)
+    folded = descriptor(visited.folded, vector_fields(visited.folded.numel(), BLOCK))
+    mask = Mask(visited.live, visited.counts, visited.first_key_tiles)
+    return folded, mask, visited.batch_step, visited.head_step, visited.most
 
 
 def forward(call: Call, given: Quantised) -> tuple[Tensor, Tensor]:
@@ -78,13 +93,18 @@ def forward(call: Call, given: Quantised) -> tuple[Tensor, Tensor]:
     # the bias is added to logits in base 2
     launch = Launch(replace(call, spec=spec.replace(scale=LN2, softcap=None)))
     packing = Packing(*(None,) * 4)
+    row_tiles, key_tiles = given.q_scale.shape[2], keys.k_scale.shape[2]
+    tiling = Tiling(BLOCK, BLOCK, row_tiles, key_tiles)
     if call.cu_seqlens_k is not None:
         cu_q, cu_k, row_tiles_before, _ = launch.packing(call.cu_seqlens_q, BLOCK)
-        packing = Packing(cu_q, cu_k, row_tiles_before, launch.first_tiles(call.cu_seqlens_k, BLOCK))
-    row_tiles, key_tiles = given.q_scale.shape[2], keys.k_scale.shape[2]
+        before = row_tiles_before, launch.first_tiles(call.cu_seqlens_k, BLOCK)
+        packing = Packing(cu_q, cu_k, *before)
+        tiling = Tiling(BLOCK, BLOCK, row_tiles, key_tiles, cu_q, cu_k, *before)
     n_tiles = row_tiles * batch * heads
+    if n_tiles == 0:
+        return y, lse
     programs = min(n_tiles, multiprocessors(device))
-    uneven = spec.left is not None or spec.right is not None or call.varlen
+    uneven = is_masked(call) or call.varlen
     dynamic = uneven and programs < n_tiles
     gate = None if call.gate is None else readable(call.gate)
     args: list[Any] = [
@@ -107,8 +127,8 @@ def forward(call: Call, given: Quantised) -> tuple[Tensor, Tensor]:
         *((None, None) if call.bias is None else (call.bias.shape[1], spec.bias_origin)),
         packing,
         0 if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1,
+        *masking(launch, tiling),
         variant_of(call, given, config_of(d, uneven)),
     ]
-    if n_tiles:
-        _fp8_kernel[(programs,)](*args, num_warps=4, maxnreg=168, **COMPILER)
+    _fp8_kernel[(programs,)](*args, num_warps=4, maxnreg=168, **COMPILER)
     return y, lse

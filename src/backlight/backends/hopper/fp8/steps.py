@@ -8,8 +8,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from backlight.backends.hopper.forward.scores import at_edge, hide
-from backlight.backends.hopper.primitives import INF, WM, row_sum_layout
+from backlight.backends.hopper.forward.ring import release, ring_stage
+from backlight.backends.hopper.forward.scores import at_edge, hide, hide_by_entry, read_entry
+from backlight.backends.hopper.primitives import INF, WM, row_sum_layout, stage_of
 from backlight.backends.hopper.terms import LOG2E, bias_tile, cap_whole, sink_sums
 
 # 2^8 times the weights: e4m3 reaches 448, and what is below 2^-14 of the maximum's power of two is rounded to less than 4 bits
@@ -91,10 +92,33 @@ def termed(p, view, s, factor, block):
 
 
 @gluon.jit
-def seen_scores(p, view, s, factor, block):
+def entry_of(p, count):
+    """What the list of blocks to visit says of tile number `count` of K, which has arrived."""
+    return read_entry(p, stage_of(count, p.V.PLACES))
+
+
+@gluon.jit
+def release_k(p, count):
+    """K of a block whose product is done, which under a mask by row intervals waits for their being read."""
+    if p.V.INTERVALS == 0:
+        release(p.k, ring_stage(p.k, count))
+
+
+@gluon.jit
+def hide_and_release(p, view, s, entry, count):
+    """Scores of a block, masked by the row intervals that have come with tile number `count` of K, which is released."""
+    s = hide_by_entry(p, view, s, entry, stage_of(count, p.V.PLACES))
+    release(p.k, ring_stage(p.k, count))
+    return s
+
+
+@gluon.jit
+def seen_scores(p, view, s, factor, block, entry, count):
     """Scores of a block with terms and, where the block needs it, masked; their factor."""
     s, factor = termed(p, view, s, factor, block)
-    if p.V.HAS_LEFT or p.V.HAS_RIGHT:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
+    if p.V.INTERVALS > 0:
+        s = hide_and_release(p, view, s, entry, count)
+    elif p.V.HAS_LEFT or p.V.HAS_RIGHT:  # noqa: SIM102 - one test is the compiler's, the other the kernel's
         if at_edge(view, block):
             s = hide(p, s, view.position, block, view.sk)
     return s, factor
