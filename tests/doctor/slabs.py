@@ -1,4 +1,4 @@
-"""A third flash attention of the tests' own, on slices of dense tensors, with the bugs that others had in rings, splits and terms.
+"""A third flash attention of the tests' own, on slices of dense tensors, with bugs that others had in rings, splits and terms.
 
 Forward: for every head the keys are taken in parts (the steps of a ring, the splits of a decoding kernel), each part in tiles
 with a running maximum, and parts are merged by their lse. Backward: one loop over the same parts with the saved lse, dk and dv
@@ -94,7 +94,10 @@ class Slabs:
     @torch.no_grad()
     def forward(self, q, k, v, *, causal=False, window=None, sink=None, bias=None, pair_bias=None, rows=None):
         o = q.new_empty(*q.shape[:3], v.shape[3])
-        lse, width = q.new_empty(q.shape[:3], dtype=torch.float32), TILE if self.bug == "as wide as the tutorial" else v.shape[3]
+        lse, width = (
+            q.new_empty(q.shape[:3], dtype=torch.float32),
+            TILE if self.bug == "as wide as the tutorial" else v.shape[3],
+        )
         for b, h, _, head in self.heads(q, k, v, causal, window, sink, bias, pair_bias, rows):
             for i0 in range(0, q.shape[2], TILE):
                 i = torch.arange(i0, min(i0 + TILE, q.shape[2]))

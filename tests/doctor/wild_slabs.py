@@ -1,4 +1,4 @@
-"""Bugs of public kernels, a fourth lot, chosen blindly from trackers: the answers were written down before the doctor was asked.
+"""Bugs of public kernels, a fourth lot: the answers were written down, and committed, before the doctor was asked.
 
 Entries without names are of families that the catalogue did not have: the most that could be hoped for was the right quantity.
 """

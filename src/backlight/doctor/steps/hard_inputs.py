@@ -29,6 +29,8 @@ HARD = {
     "jumps": "lse that jumps by 100 from block to block",
     "high_lse": "scores near +120",
     "low_lse": "scores near -120",
+    "rising": "scores that rise by 110 along the keys",
+    "falling": "scores that fall by 110 along the keys",
     "outliers": "outliers in q and k",
 }
 LENGTH = 256
