@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 TILE = 16
+# keys that all rows see which come after them
+FIRST_KEYS = 8
 LOG2E = math.log2(math.e)
 INF = math.inf
 
@@ -139,8 +141,14 @@ class Slabs:
         if self.bug == "mean of a part of the keys":
             # the mean moves no weight of its part; it does move its lse
             k = k - k[first:end].mean(0)
-        for j0 in range(first, end, TILE):
-            j = torch.arange(j0, min(j0 + TILE, end))
+        step, last = TILE, end
+        if self.bug == "bound of the first row":
+            # tiles of keys are half as long as those of rows
+            step, last = TILE // 2, min(end, int(i[0]) + head.offset + 1)
+        elif self.bug == "masked from the next tile on":
+            step = 2 * TILE
+        for j0 in range(first, last, step):
+            j = torch.arange(j0, min(j0 + step, end))
             if self.bug == "tiles of a causal mask" and head.rows is not None and j0 > i[-1] + head.offset:
                 continue
             s = self.scores(head, head.q[i], k[j], i, j, (j0 - first) // TILE)
@@ -161,12 +169,19 @@ class Slabs:
         found = head.seen(i, j)
         if self.bug == "half a tile has the mask of the other" and len(j) == TILE:
             found[:, TILE // 2 :] = found[:, : TILE // 2]
+        elif self.bug == "masked from the next tile on":
+            # tiles that begin before the first row's own key are taken for full
+            found |= j[None, :] < -(-int(i[0]) // (2 * TILE)) * 2 * TILE
+        elif self.bug == "first keys see no mask" and head.rows is not None:
+            found |= j[None, :] < FIRST_KEYS
+        elif self.bug == "one key more" and head.window is not None:
+            found |= i[:, None] + head.offset - j[None, :] == head.window[0] + 1
         return found
 
     def scores(self, head: Head, q: Tensor, k: Tensor, i: Tensor, j: Tensor, tile: int) -> Tensor:
         if self.bug == "as wide as the tutorial":
             q, k = q[:, :TILE], k[:, :TILE]
-        s = q @ k.T * head.scale
+        s = q @ k.T * (1.0 if self.bug == "scale of the fallback" else head.scale)
         if head.table is not None:
             distance = i[:, None] + head.offset - j[None, :]
             inside = (distance >= 0) & (distance < len(head.table))
@@ -176,7 +191,8 @@ class Slabs:
             if self.bug == "columns of the bias skipped":
                 # a tile of keys moves on by the tiles of two blocks of rows
                 columns = (j + tile * TILE) % len(head.k)
-            s = s + head.pairs[i if len(head.pairs) > 1 else i * 0][:, columns]
+            pairs = head.pairs[i if len(head.pairs) > 1 else i * 0][:, columns]
+            s = s + (pairs / LOG2E if self.bug == "bias in base e" else pairs)
         return s
 
     # --- backward ---------------------------------------------------------------------------------------------------------
@@ -199,7 +215,10 @@ class Slabs:
                 row = torch.log(torch.exp(alone) + torch.exp(head.sink[h]))
             delta = (dy * y).sum(1)
             if sink is not None:
-                grads["dsink"][h] -= (torch.exp(head.sink[h] - row) * delta).sum()
+                terms = torch.exp(head.sink[h] - row) * delta
+                if self.bug == "terms of dsink in 16 bits":
+                    terms = (torch.exp(head.sink[h] - row)[:, None] * dy * y).to(q.dtype).float()
+                grads["dsink"][h] -= terms.sum()
             for first, end in self.borders(k.shape[2]):
                 its, own = row, delta
                 if self.bug == "o and lse of a step":
