@@ -215,10 +215,7 @@ class Slabs:
                 row = torch.log(torch.exp(alone) + torch.exp(head.sink[h]))
             delta = (dy * y).sum(1)
             if sink is not None:
-                terms = torch.exp(head.sink[h] - row) * delta
-                if self.bug == "terms of dsink in 16 bits":
-                    terms = (torch.exp(head.sink[h] - row)[:, None] * dy * y).to(q.dtype).float()
-                grads["dsink"][h] -= terms.sum()
+                grads["dsink"][h] -= (torch.exp(head.sink[h] - row) * delta).sum()
             for first, end in self.borders(k.shape[2]):
                 its, own = row, delta
                 if self.bug == "o and lse of a step":

@@ -12,6 +12,7 @@ import torch
 from tiles_packed import PackedTiles
 from wild import FIRST, Wild
 from wild_again import AGAIN
+from wild_held_out import HELD_OUT
 from wild_packed import PACKED
 from wild_slabs import SLABS
 
@@ -19,7 +20,7 @@ from backlight import doctor
 from backlight.spec import AttentionSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
-WILD = FIRST | AGAIN | PACKED | SLABS
+WILD = FIRST | AGAIN | PACKED | SLABS | HELD_OUT
 
 
 def table() -> str:
