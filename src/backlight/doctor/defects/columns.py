@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -69,17 +70,14 @@ def _narrow_scores(call: Call) -> list[Mutant]:
     for width in sorted({w for w in (*WIDTHS, d // 2, 3 * d // 4) if 0 < w < d}):
         words = f"the first {width} of {d} channels"
         x, dp = _products(width)
-        o, narrow = _narrow(width), {"x": x}
-        both = {"forward": narrow, "backward": narrow}
-        found += [Mutant(**both, detail=words), Mutant(**both, finish=_cut(("dq", "dk"), width), detail=words)]
-        found += [Mutant(**both, finish=_cut((name,), width), detail=words) for name in ("dq", "dk")]
-        found += [Mutant(forward=narrow, detail=f"{words}, in the forward")]
-        found += [Mutant(backward=narrow, detail=f"{words}, in the backward")]
+        mutant = Mutant(forward={"x": x}, backward={"x": x}, detail=words)
+        found += [mutant, *(replace(mutant, finish=_cut(names, width)) for names in (("dq", "dk"), ("dq",), ("dk",)))]
+        found.append(Mutant(forward={"x": x}, detail=f"{words}, in the forward"))
+        found.append(Mutant(backward={"x": x}, detail=f"{words}, in the backward"))
         if width < dv:
-            whole = {"forward": narrow | {"o": o}, "backward": narrow | {"dp": dp}}
-            found.append(
-                Mutant(**whole, finish=_cut(("dq", "dk", "dv"), width), detail=f"{words}, and so does everything else")
-            )
+            everything, words = _cut(("dq", "dk", "dv"), width), f"{words}, and so does everything else"
+            forward, backward = {"x": x, "o": _narrow(width)}, {"x": x, "dp": dp}
+            found.append(Mutant(forward=forward, backward=backward, finish=everything, detail=words))
     return found
 
 

@@ -12,12 +12,17 @@ from torch import Tensor
 from backlight.call import Call
 from backlight.doctor.defects.defect import Defect, both, has, several_heads
 from backlight.doctor.defects.mutants import Mutant, Outputs, after, with_call
-from backlight.slopes import alibi_slopes
 
 
 def _powers(count: int, exponent: float, start: int = 1) -> Tensor:
     """2 ** (-exponent (h + start) / count) for `count` heads."""
     return torch.tensor([2.0 ** (-exponent * (h + start) / count) for h in range(count)], dtype=torch.float64)
+
+
+def paper(heads: int) -> Tensor:
+    """ALiBi's own: those of the power of two below, then every second one of twice that power."""
+    below = 2 ** math.floor(math.log2(heads))
+    return torch.cat([_powers(below, 8), _powers(2 * below, 8)[::2][: heads - below]])
 
 
 def rules(heads: int) -> dict[str, Tensor]:
@@ -32,13 +37,13 @@ def rules(heads: int) -> dict[str, Tensor]:
         "exponents that begin at 0": torch.cat([_powers(below, 8, 0), _powers(2 * below, 8, 0)[::2][:rest]]),
         f"the second half begun at the second of {2 * below}": torch.cat([first, twice[1::2][:rest]]),
         f"the second half without steps of two, from {2 * below} heads": torch.cat([first, twice[:rest]]),
-        "the reverse order of heads": alibi_slopes(heads).double().flip(0),
+        "the reverse order of heads": paper(heads).flip(0),
     }
     return found
 
 
 def _slopes(call: Call) -> list[Mutant]:
-    right, found = alibi_slopes(call.q.shape[1]).double(), []
+    right, found = paper(call.q.shape[1]), []
     for words, slopes in rules(call.q.shape[1]).items():
         if torch.allclose(slopes, right):
             continue
