@@ -26,7 +26,7 @@ def one_future(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
 def test_a_right_forward_is_healthy(level: str, dtype: torch.dtype) -> None:
     report = doctor.diagnose((Legal().forward, None), CAUSAL, shape=SHAPE, dtype=dtype, level=level)
     assert report.verdict == "healthy", report.headline
-    assert not {"dq", "dk", "dv"} & {row.name for row in report.stages}
+    assert {row.name for row in report.stages} <= {"lse", "o", "p"}
     assert not [probe.name for probe in report.probes if "dO" in probe.name or probe.passed is False]
 
 
@@ -65,9 +65,10 @@ def test_terms_that_are_built_in_are_not_drawn_anew(level: str) -> None:
     assert any("built in" in note for note in report.recipe["notes"])
 
 
+@pytest.mark.later
 @pytest.mark.parametrize("bug", ["", "exp of a difference"])
 def test_scores_that_rise_along_the_keys_are_asked_at_full(bug: str) -> None:
     kernel = Slabs(bug)
     report = doctor.diagnose((kernel.forward, None), AttentionSpec(), shape=SHAPE, dtype=torch.float32, level="full")
     assert report.verdict == ("defect" if bug else "healthy"), report.headline
-    assert {f"inputs {name}" for name in ("rising",)} <= {probe.name for probe in report.probes}
+    assert "inputs rising" in {probe.name for probe in report.probes}
