@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from edits import BOTH, EDITS, Edit
 from edits_e4m3 import E4M3_EDITS, broken_in_e4m3
 
@@ -72,6 +73,13 @@ def _detached(q, k, v, **options):
     return o.detach(), lse
 
 
+def _factors(heads: int) -> torch.Tensor:
+    """Slopes 2 ** (-8 h / n) of head h = 1, 2, ... in place of those for numbers that are no power of two, six for instance."""
+    wrong = torch.tensor([2.0 ** (-8 * h / heads) for h in range(1, heads + 1)])
+    right = torch.tensor([0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125])
+    return (wrong / right)[:, None]
+
+
 CALLERS: dict[str, Callable[..., Any]] = {
     "call-causal-lost": lambda q, k, v, causal, **options: ours(q, k, v, **options),
     "call-window-lost": lambda q, k, v, window, **options: ours(q, k, v, **options),
@@ -83,6 +91,7 @@ CALLERS: dict[str, Callable[..., Any]] = {
     "call-sink-lost": lambda q, k, v, sink, **options: ours(q, k, v, sink=sink * 0 - 1e4, **options),
     "gqa-map-one": _v_in_turn,
     "gradient-missing": _detached,
+    "bias-slopes": lambda q, k, v, bias, **options: ours(q, k, v, bias=bias * _factors(q.shape[1]), **options),
 }
 
 

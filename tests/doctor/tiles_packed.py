@@ -38,6 +38,10 @@ class PackedTiles(Tiles):
         options = self._options(q, k, v, causal, window, None)
         if self.bug == "diagonal of the longest":
             options.offset = int(cu_k.diff().max() - cu_q.diff().max())
+        elif self.bug == "rows of all sequences counted":
+            options.offset = k.shape[2] - int(cu_q[-1])
+        elif self.bug == "causal forgotten":
+            options.causal = False
         return options
 
     @torch.no_grad()
@@ -57,8 +61,9 @@ class PackedTiles(Tiles):
             options = self._of(a, b, c, causal, window, cu_seqlens_q, cu_seqlens_k)
             at = padded(number, rows, TILE)
             saved = [x[None, :, at:] for x in (kept, delta)]
+            place = rows if self.bug != "dq of each at the first" else slice(0, rows.stop - rows.start)
             for _, h, i0 in tiles_of(a):
-                self._dq(options, dy, a, b, c, *saved, None, None, sequence(dq, rows), None, None, 0, h, i0)
+                self._dq(options, dy, a, b, c, *saved, None, None, sequence(dq, place), None, None, 0, h, i0)
             parts = [x.new_empty(1, q.shape[1], *x.shape[2:], dtype=torch.float32) for x in (b, c)]
             for _, h, j0 in tiles_of(parts[0]):
                 self._dkdv(options, dy, a, b, c, *saved, None, parts, 0, h, j0)

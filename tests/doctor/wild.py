@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from tiles import Tiles
+
 CAUSAL: dict[str, Any] = {"causal": True}
 
 
@@ -20,6 +22,10 @@ class Wild:
     shape: tuple[int, int, int, int] = (1, 2, 40, 16)
     level: str = "quick"
     more: dict[str, Any] = field(default_factory=dict)
+    # the kernel has no backward
+    inference: bool = False
+    verdict: str = "defect"
+    kernel: type = Tiles
 
 
 FIRST: dict[str, Wild] = {

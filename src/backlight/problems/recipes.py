@@ -47,6 +47,22 @@ def _jumps(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return q + shift * (2.0 * (blocks % 2) - 1)[:, None].to(q.dtype), k + shift
 
 
+def _rising(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Logits of the first half of the keys near -55, of the second near +55: exp of the difference is no number of fp32."""
+    return _halves(q, k, scale, 1.0)
+
+
+def _falling(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The first half near +55 and the second near -55."""
+    return _halves(q, k, scale, -1.0)
+
+
+def _halves(q: Tensor, k: Tensor, scale: float, sign: float) -> tuple[Tensor, Tensor]:
+    shift = (55 / (_positive(scale) * q.shape[-1])) ** 0.5
+    later = torch.arange(k.shape[-2], device=k.device) >= k.shape[-2] // 2
+    return q + shift, k + shift * sign * (2.0 * later - 1)[:, None].to(k.dtype)
+
+
 def _outliers(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """One channel of q and k is eight times the others, as in trained models; one key stands out by as much again."""
     q, k = q.clone(), k.clone()
@@ -70,5 +86,7 @@ RECIPES: dict[str, Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]] = {
     "low_lse": _low_lse,
     "high_lse": _high_lse,
     "jumps": _jumps,
+    "rising": _rising,
+    "falling": _falling,
     "outliers": _outliers,
 }

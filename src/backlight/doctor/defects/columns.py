@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -51,6 +52,35 @@ def _columns(call: Call) -> list[Mutant]:
     return found
 
 
+def _products(width: int) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Stages x and dp over the first channels."""
+
+    def x(q, k, scale):
+        return scale * (q[:, :width] @ k[:, :width].mT)
+
+    def dp(do, v):
+        return do[:, :width] @ v[:, :width].mT
+
+    return x, dp
+
+
+def _narrow_scores(call: Call) -> list[Mutant]:
+    """q k over the first channels, the scale as it is; gradients are whole, or narrow too, and so may be everything."""
+    d, dv, found = call.q.shape[3], call.v.shape[3], []
+    for width in sorted({w for w in (*WIDTHS, d // 2, 3 * d // 4) if 0 < w < d}):
+        words = f"the first {width} of {d} channels"
+        x, dp = _products(width)
+        mutant = Mutant(forward={"x": x}, backward={"x": x}, detail=words)
+        found += [mutant, *(replace(mutant, finish=_cut(names, width)) for names in (("dq", "dk"), ("dq",), ("dk",)))]
+        found.append(Mutant(forward={"x": x}, detail=f"{words}, in the forward"))
+        found.append(Mutant(backward={"x": x}, detail=f"{words}, in the backward"))
+        if width < dv:
+            everything, words = _cut(("dq", "dk", "dv"), width), f"{words}, and so does everything else"
+            forward, backward = {"x": x, "o": _narrow(width)}, {"x": x, "dp": dp}
+            found.append(Mutant(forward=forward, backward=backward, finish=everything, detail=words))
+    return found
+
+
 _columns_lost = partial(Defect, family="tails", demo=CAUSAL_TILES)
 DEFECTS = [
     _columns_lost(
@@ -62,5 +92,15 @@ DEFECTS = [
         "Run with as many channels as there are right columns (--shape B,H,S,D): the comparison must turn healthy.",
         confirm="mutant",
         variants=_columns,
+    ),
+    _columns_lost(
+        "score-columns",
+        "q k sums over {detail}",
+        "the width of a head stands in the code as a number, or the loop over channels ends early",
+        "s",
+        "o is wrong everywhere; weights are those of q and k with their last channels at 0",
+        "Set the last channels of q to 0: the comparison must turn healthy.",
+        confirm="mutant",
+        variants=_narrow_scores,
     ),
 ]

@@ -84,6 +84,22 @@ def _of_heads(term: str) -> Callable[[Call], list[Mutant]]:
     return variants
 
 
+def _of_rows(call: Call) -> list[Mutant]:
+    """The sink at an index that counts rows, where it must count heads."""
+    heads, rows = call.q.shape[1], call.q.shape[2]
+
+    def of(per_head: int, per_entry: int) -> Callable[..., Tensor]:
+        def lse(s, b, h):
+            at = (torch.arange(s.shape[0], device=s.device) + per_head * h + per_entry * b) % heads
+            assert call.sink is not None
+            return torch.logaddexp(STAGES["lse"].compute(s, None), call.sink.to(s)[at])
+
+        return lse
+
+    choices = {"i mod Hq": (0, 0), "(h Sq + i) mod Hq": (rows, 0), "((b Hq + h) Sq + i) mod Hq": (rows, heads * rows)}
+    return [Mutant(forward={"lse": of(*steps)}, detail=f"head {words}, in row i") for words, steps in choices.items()]
+
+
 # --- the distance of a bias --------------------------------------------------------------------------------------------------
 
 
@@ -231,7 +247,7 @@ DEFECTS = [
         "o and lse are wrong in the heads whose two indices differ; weights of the keys keep their ratios",
         "Make the sink equal in all heads: the comparison must turn healthy.",
         needs=both(has("sink"), several_heads, lambda call: call.entmax is None),
-        variants=_forward(_of_heads("sink")),
+        variants=lambda call: [*_forward(_of_heads("sink"))(call), *_of_rows(call)],
         demo=GROUPED | {"spec": {"causal": True, "sink": True}},
     ),
     _elsewhere(

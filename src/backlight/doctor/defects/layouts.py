@@ -19,6 +19,11 @@ def as_bshd(x: Tensor) -> Tensor:
     return x.contiguous().reshape(batch, length, heads, width).transpose(1, 2)
 
 
+def as_bhsd(x: Tensor) -> Tensor:
+    """Contiguous [B, S, H, D] memory taken for [B, H, S, D]."""
+    return x.transpose(1, 2).contiguous().reshape(x.shape)
+
+
 def as_bhds(x: Tensor) -> Tensor:
     """Contiguous [B, H, S, D] memory taken for [B, H, D, S]."""
     return x.contiguous().reshape(*x.shape[:2], x.shape[3], x.shape[2]).mT
@@ -37,6 +42,7 @@ def _layouts(call: Call) -> list[Mutant]:
         verb = f"{' and '.join(which)} {'are' if len(which) > 1 else 'is'}"
         if several_kv_heads(call):
             found.append(_reading(which, as_bshd, f"{verb} read as [B, S, H, D]"))
+            found.append(_reading(which, as_bhsd, f"{verb} stored as [B, S, H, D] and read as [B, H, S, D]"))
         found.append(_reading(which, as_bhds, f"{verb} read as [B, H, D, S]"))
     return found
 

@@ -61,19 +61,24 @@ def _some(side: str, numbers: tuple[int, ...], call: Call) -> Tensor:
 
 
 def _diagonals(call: Call) -> list[Mutant]:
-    """The last row of each sequence beside the key where the longest rows and the longest keys would have it."""
-    longest = max(z.sk for z in call.segments()) - max(z.sq for z in call.segments())
-    s = showing(shifted_rows(call.spec, lambda sq, sk: longest))
-    return [
-        Mutant(forward=s, backward=s),
-        Mutant(forward=s, detail=", in the forward alone"),
-        Mutant(backward=s, detail=", in the backward alone"),
-    ]
-
-
-def _offsets_differ(call: Call) -> bool:
-    longest = max(z.sk for z in call.segments()) - max(z.sq for z in call.segments())
-    return masked(call) and any(z.sk - z.sq != longest for z in call.segments())
+    """The last row of each sequence beside the key where other lengths than its own have it."""
+    rows, keys = ([getattr(z, name) for z in call.segments()] for name in ("sq", "sk"))
+    offsets: dict[str, Callable[[int, int], int]] = {
+        "that of the longest ones": lambda sq, sk: max(keys) - max(rows),
+        "their keys less the rows of all": lambda sq, sk: sk - sum(rows),
+        "the keys of all less their rows": lambda sq, sk: sum(keys) - sq,
+        "the keys less the rows of all": lambda sq, sk: sum(keys) - sum(rows),
+        "that of the first one": lambda sq, sk: keys[0] - rows[0],
+    }
+    found = []
+    for words, offset in offsets.items():
+        s = showing(shifted_rows(call.spec, offset))
+        found += [
+            Mutant(forward=s, backward=s, detail=words),
+            Mutant(forward=s, detail=f"{words}, in the forward alone"),
+            Mutant(backward=s, detail=f"{words}, in the backward alone"),
+        ]
+    return found
 
 
 def _places(call: Call) -> Iterator[tuple[Callable[[Tensor], Tensor], str]]:
@@ -180,12 +185,12 @@ DEFECTS = [
     ),
     _packed(
         "varlen-align",
-        "packed sequences are masked with the offset Sk - Sq of the longest ones instead of their own{detail}",
-        "the offset between rows and keys is made of max_seqlen_q and max_seqlen_k",
+        "packed sequences are masked with another offset than their own Sk - Sq: {detail}",
+        "the offset between rows and keys is made of max_seqlen_q and max_seqlen_k, or of the lengths of the whole batch",
         "s",
-        "o is wrong where rows and keys of a sequence differ by another number than those of the longest",
+        "o is wrong where rows and keys of a sequence differ by another number than the one that is used",
         "Pack sequences that all have the same lengths: the comparison must turn healthy.",
-        needs=both(packed, _offsets_differ),
+        needs=both(packed, masked),
         variants=_diagonals,
         demo={"spec": {"causal": True}, "cu_seqlens": ((0, 50, 121, 136), (0, 70, 150, 180)), "sk": 180},
     ),

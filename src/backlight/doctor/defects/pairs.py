@@ -11,6 +11,7 @@ from torch import Tensor
 from backlight.call import Call
 from backlight.doctor.defects.defect import Defect, both, capped, has, masked, square
 from backlight.doctor.defects.mutants import Mutant, Outputs, after, in_both_halves, with_call
+from backlight.doctor.defects.tails import TILES
 from backlight.doctor.defects.terms import rows_of_tiles
 from backlight.reference import STAGES
 from backlight.spec import LN2
@@ -57,6 +58,35 @@ def _transposed(call: Call) -> list[Mutant]:
 
     read = Mutant(sees=with_call(pair_bias=lambda call: _pairs(call).mT), finish=after(dpair_bias=turned), detail="bias")
     return [read, Mutant(finish=after(dpair_bias=turned), detail="gradient of the bias")]
+
+
+def of_columns(at: Tensor, detail: str) -> list[Mutant]:
+    """Key j reads the bias of column at[j]; the gradient is added where it was read, or where it belongs."""
+
+    def finish(outputs: Outputs, call: Call) -> Tensor:
+        gradient = outputs["dpair_bias"]
+        return torch.zeros_like(gradient).index_add(3, at.to(gradient.device), gradient)
+
+    seen = with_call(pair_bias=lambda call: _pairs(call)[..., at.to(call.q.device)])
+    return [Mutant(sees=seen, finish=after(dpair_bias=finish), detail=detail), Mutant(sees=seen, detail=detail)]
+
+
+def _columns(call: Call) -> list[Mutant]:
+    keys, found = call.k.shape[2], []
+    j = torch.arange(keys)
+    for tile in TILES:
+        if tile >= keys:
+            break
+        step = j // tile
+        choices = {
+            f"those of the first tile of {tile}, in every tile": j % tile,
+            f"those of every second tile of {tile}, round the end": (j + step * tile) % keys,
+            f"those of every second tile of {tile}, up to the end": (j + step * tile).clamp(max=keys - 1),
+            f"those of the tile of {tile} before, from the second tile on": torch.where(step > 0, j - tile, j),
+            f"those of the next tile of {tile}, round the end": (j + tile) % keys,
+        }
+        found += [mutant for words, at in choices.items() for mutant in of_columns(at, words)]
+    return found
 
 
 # --- where it is added -------------------------------------------------------------------------------------------------------
@@ -130,6 +160,17 @@ def _not_summed(call: Call) -> list[Mutant]:
         found.append(_kept_last(lambda call, b, h: b % call.sharing == 0, "first batch entry")(call))
     if _pairs(call).shape[1] < call.q.shape[1]:
         found.append(_kept_last(lambda call, b, h: h == call.q.shape[1] - 1, "last head")(call))
+        found.append(_kept_last(lambda call, b, h: h == 0, "first head")(call))
+    if call.sharing > 1 and _pairs(call).shape[1] < call.q.shape[1]:
+        found.append(
+            _kept_last(
+                lambda call, b, h: b % call.sharing == call.sharing - 1 and h == call.q.shape[1] - 1,
+                "last head of the last batch entry",
+            )(call)
+        )
+        found.append(
+            _kept_last(lambda call, b, h: b % call.sharing == 0 and h == 0, "first head of the first batch entry")(call)
+        )
     if _pairs(call).shape[2] < call.q.shape[2]:
         found.append(Mutant(backward={"dpair_bias": _last_row}, detail="last row"))
     return found
@@ -191,6 +232,17 @@ DEFECTS = [
         needs=several_entries,
         variants=_read_entries,
         demo=OWN,
+    ),
+    _pair(
+        "pair-bias-columns",
+        "tiles of keys read other columns of the pair bias: {detail}",
+        "the offset of a tile's columns is left out, or moves on by another step than the keys",
+        "s",
+        "o is wrong from the second tile of keys on, and right where rows see the first one alone",
+        "Run with one tile for all keys, or make all columns equal: the comparison must turn healthy.",
+        needs=lambda call: call.pair_bias is not None and not call.varlen,
+        variants=_columns,
+        demo=DEMO | {"shape": (1, 2, 128, 32)},
     ),
     _pair(
         "pair-bias-scaled",

@@ -143,7 +143,7 @@ def merged(state: Callable[[Tensor, Tensor, float], Tensor], length: int, own_ls
     return _forward_of(merge, detail)
 
 
-def _lengths(call: Call) -> Iterator[tuple[int, str]]:
+def lengths_of_parts(call: Call) -> Iterator[tuple[int, str]]:
     """Lengths of parts: whole shares of the keys, and tiles."""
     sk, seen = call.k.shape[2], set()
     shares = {-(-sk // count): f"{count} parts" for count in reversed(PARTS)}
@@ -154,12 +154,34 @@ def _lengths(call: Call) -> Iterator[tuple[int, str]]:
 
 
 def _merges(call: Call) -> list[Mutant]:
-    return [
+    found = [
         merged(state, length, own_lse, call.scale, f"{words} ({parts})")
-        for length, parts in _lengths(call)
+        for length, parts in lengths_of_parts(call)
         for words, state in STATES.items()
         for own_lse in (False, True)
     ]
+    if call.spec.softcap is None:
+        found += [centred(length, f"of keys less the mean of their part ({parts})") for length, parts in lengths_of_parts(call)]
+    return found
+
+
+def centred(length: int, detail: str) -> Mutant:
+    """Keys of a part less their mean, which moves no weight of the part and its lse; nobody gives that back to the lse."""
+
+    def states(s: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What weighs each key's part, and the whole, both without the means."""
+        shifts = [part.mean(dim=1, keepdim=True).expand_as(part) for part in x.split(length, dim=1)]
+        shifted = s - torch.cat(shifts, dim=1)
+        return shifted, torch.logsumexp(shifted, dim=1)
+
+    def lse(s: Tensor, x: Tensor) -> Tensor:
+        return states(s, x)[1]
+
+    def p(s: Tensor, x: Tensor) -> Tensor:
+        shifted, whole = states(s, x)
+        return torch.exp(shifted - whole.masked_fill(whole == -torch.inf, 0)[:, None])
+
+    return Mutant(forward={"lse": lse, "p": p}, detail=detail)
 
 
 def _plain(call: Call) -> bool:

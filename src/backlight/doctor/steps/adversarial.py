@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -33,8 +33,13 @@ PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "matmul")
 WEIGHTS = ("_softmax", "_safe_softmax", "exp", "exp2", "logsumexp")
 
 
-def hidden(problem: Problem, shape: tuple[int, int, int, int] | None = None, kv_heads: int | None = None) -> Problem:
-    """The same kind of problem with numbers, and a shape if one is given, that nobody knew before."""
+def hidden(
+    problem: Problem,
+    shape: tuple[int, int, int, int] | None = None,
+    kv_heads: int | None = None,
+    kept: Iterable[str] = (),
+) -> Problem:
+    """The same kind of problem with numbers, and a shape if one is given, that nobody knew before; `kept` terms stay."""
     call = problem.call
     b, hq, sq, d = call.q.shape if shape is None else shape
     own: dict[str, Any] = {"kv_heads": kv_heads or call.k.shape[1]}
@@ -44,6 +49,7 @@ def hidden(problem: Problem, shape: tuple[int, int, int, int] | None = None, kv_
         own["bias"] = call.bias.shape[1]
     if call.varlen:
         own["cu_seqlens"] = (call.cu_seqlens_q, call.cu_seqlens_k)
+    own |= {name: getattr(call, name) for name in kept}
     return inputs.make(
         call.spec,
         (b, hq, sq, d),
@@ -83,7 +89,7 @@ def failed(finding: str, detail: str, names: list[str], **data: Any) -> Probe:
 
 @game("hidden seed")
 def hidden_seed(bench: Bench) -> Probe:
-    problem = hidden(bench.problem)
+    problem = hidden(bench.problem, kept=bench.built_in)
     names = wrong(bench, problem, bench.run(problem=problem))
     if names:
         return failed("other-inputs", f"seed {problem.seed}: {', '.join(names)} wrong", names, seed=problem.seed)
@@ -111,7 +117,7 @@ def one_number(bench: Bench) -> Probe:
 def same_memory(bench: Bench) -> Probe:
     memory: dict[str, torch.Tensor] = {}
     bench.run(memory=memory)
-    other = hidden(bench.problem)
+    other = hidden(bench.problem, kept=bench.built_in)
     found = differences(bench.run(problem=other), bench.run(problem=other, memory=memory), bench.problem.eps)
     return bench.equal(found, "other numbers at the same addresses give other results than elsewhere", "cached-result")
 
@@ -127,7 +133,7 @@ def other_memory(bench: Bench) -> Probe:
 
 @game("many calls")
 def many_calls(bench: Bench) -> Probe:
-    turns = [bench.problem, hidden(bench.problem)]
+    turns = [bench.problem, hidden(bench.problem, kept=bench.built_in)]
     first = [bench.base, bench.run(problem=turns[1])]
     for count in range(CALLS):
         which = count % 2
@@ -144,8 +150,8 @@ def many_calls(bench: Bench) -> Probe:
 @game("shapes never seen")
 def unseen_shapes(bench: Bench) -> Probe:
     call = bench.problem.call
-    if call.varlen:
-        return Probe("", None, "packed sequences")
+    if call.varlen or bench.built_in:
+        return Probe("", None, "packed sequences" if call.varlen else "a learned term is built in")
     right, refused = [], []
     for shape, kv_heads in drawn_shapes(bench.problem):
         problem = hidden(bench.problem, shape, kv_heads)
@@ -215,7 +221,7 @@ class Operations(DispatchMode):
 def left_to_torch(bench: Bench) -> Probe:
     """Which operations of torch a call consists of, here and at an odd length: kernels fall back where they have no path."""
     problems = {"here": bench.problem}
-    if not bench.problem.call.varlen:
+    if not bench.problem.call.varlen and not bench.built_in:
         shape, kv_heads = drawn_shapes(bench.problem)[0]
         problems[f"at length {shape[2]}"] = hidden(bench.problem, shape, kv_heads)
     found = {}

@@ -47,6 +47,11 @@ class Bench:
     failing: dict[str, Failing] = field(default_factory=dict)
 
     @property
+    def built_in(self) -> list[str]:
+        """Learned terms that the subject cannot be told, and which no probe may change."""
+        return self.subject.built_in(self.problem.call)
+
+    @property
     def close(self) -> float:
         """eps that another order of the same sums may move a value by: 16-bit results are rounded once, wide ones are not."""
         return CLOSE if self.problem.sixteen_bit else REORDERED_WIDE

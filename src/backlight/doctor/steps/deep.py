@@ -66,7 +66,8 @@ def _tomography(sheet: Sheet, bench: Bench) -> None:
         return
     problem = tomography.part(bench.problem)
     recovered = []
-    for look in (tomography.forward_weights, tomography.backward_weights, tomography.score_gradient):
+    looks = (tomography.forward_weights, tomography.backward_weights, tomography.score_gradient)
+    for look in looks[:1] if bench.subject.forward_only else looks:
         found = look(bench.subject, problem)
         recovered.append((found, not _shown(sheet, found, problem)))
     wrong = {row.name for row in sheet.rows if row.status in WRONG}
@@ -194,8 +195,8 @@ def _judge_lse(sheet: Sheet, problem: Problem, values: dict[str, torch.Tensor], 
 def _lengths(sheet: Sheet, bench: Bench) -> None:
     """Other lengths around the usual tile sizes, the same spec."""
     call = bench.problem.call
-    if call.varlen or call.q.shape[2] != call.k.shape[2]:
-        sheet.probes.append(Probe("lengths", None, "packed or unequal lengths"))
+    if call.varlen or call.q.shape[2] != call.k.shape[2] or bench.built_in:
+        sheet.probes.append(Probe("lengths", None, "packed or unequal lengths, or a learned term that is built in"))
         return
     bad = []
     for length in LENGTHS:

@@ -34,6 +34,10 @@ def applicable(subject: Subject, call: Call) -> str:
     """Why the probe cannot run on this call; '' when it can."""
     if call.varlen or set(call.spec.terms) - {"bias"}:
         return "packed sequences and learned terms have no exact inputs"
+    if subject.forward_only:
+        return "it looks at dq and dk"
+    if subject.built_in(call):
+        return "a learned term that is built in cannot be left out"
     if not _power_of_two(call.scale) and not subject.takes("scale"):
         return f"the scale {call.scale:.4g} is not a power of two and cannot be chosen"
     if not _usable_rows(call).numel():

@@ -19,6 +19,7 @@ from backlight.doctor.report.model import FORWARD_MODE, Finding, Probe, Report, 
 from backlight.doctor.report.words import counted
 from backlight.doctor.steps import (
     adversarial,
+    against,
     convention,
     deep,
     forward_mode,
@@ -54,6 +55,8 @@ from backlight.problems.problem import Problem, recast
 from backlight.spec import AttentionSpec
 
 LEVELS = ("quick", "full", "forensic", "adversarial")
+# a missing gradient of a kernel that has no backward: behind whatever its forward gets wrong
+AFTER_FORWARD = 39.0
 
 
 def diagnose(
@@ -113,7 +116,8 @@ def examine(subject: Subject, problem: Problem, level: str, reference: Subject |
     examination.notes += notes
     report = examination.report()
     if reference is not None:
-        judge_reference(report, reference, problem)
+        judged_too = Examination(reference, problem.replace(), "quick").report()
+        against.judge(report, judged_too, reference)
     return report
 
 
@@ -181,7 +185,9 @@ class Examination(Sheet):
         comparisons = first.comparisons
         self.rows = first.rows
         self._observed_faults(observed)
-        seen = None if problem.arithmetic is not None else forward_mode.look(self, observed, values)
+        # dual numbers go through plain operations that nobody meant to be differentiated
+        of_tangents = self.subject.jvp is not None or not self.subject.forward_only
+        seen = forward_mode.look(self, observed, values) if problem.arithmetic is None and of_tangents else None
         bench = self._probe(observed)
         explained = self._explain_what_remains(bench, first)
         if seen is not None:
@@ -236,6 +242,9 @@ class Examination(Sheet):
             self.named(
                 "gradient-missing", [f"autograd returned nothing for {names}"], title=f"no gradient arrives: {names} missing"
             )
+        if observed.forward_only and not self.subject.forward_only:
+            # what is wrong with o comes first
+            self.findings[-1].score, self.subject = AFTER_FORWARD, replace(self.subject, forward_only=True)
 
     def _probe(self, observed: Observed) -> Bench:
         bench = Bench(self.subject, self.problem, observed)
@@ -245,7 +254,10 @@ class Examination(Sheet):
             "forensic": probes.FORENSIC,
             "adversarial": (*probes.QUICK, *adversarial.PROBES),
         }[self.level]
-        if observed.missing:
+        if observed.forward_only:
+            self.notes.append("no backward: the forward alone was examined")
+            chosen = tuple(run for run in chosen if run not in probes.OF_GRADIENTS)
+        elif observed.missing:
             return bench
         if observed.changed_inputs:
             bench.subject, bench.base = remedies.put_back(self.subject, self.problem, observed)
@@ -348,7 +360,8 @@ class Examination(Sheet):
             self.add(self._with_readings(verdict.from_explanation(ranked[0], ranked, problem, cs, ids)))
             return ranked[0]
         told = remains is not None and remains.partial
-        if told or any(f.id == "gradient-missing" for f in self.findings) or self._only_nonfinite(comparisons):
+        cut_off = any(f.id == "gradient-missing" for f in self.findings) and not self.subject.forward_only
+        if told or cut_off or self._only_nonfinite(comparisons):
             return None
         coarse = verdict.lower_precision(problem, cs)
         self.add(coarse or self._with_readings(verdict.open_finding(self.seen_rows(), problem, cs, ids, ranked)))
@@ -425,25 +438,3 @@ class Examination(Sheet):
         verb = "is" if count == 1 else "are"
         title = f"{counted(count, 'value')} of {first.name} {verb} NaN or infinite{place}"
         self.named("nan-cell", lines, where, title=title, stage=first.name)
-
-
-def judge_reference(report: Report, reference: Subject, problem: Problem) -> None:
-    """The user's own reference, judged by the same oracle; its faults are faults of the test."""
-    other = Examination(reference, problem.replace(), "quick")
-    found = other.report()
-    if found.verdict == "could-not-run":
-        report.findings.append(Finding("against", f"the reference could not run: {found.headline}", "note", score=0.5))
-        return
-    worst = next((f for f in found.findings if f.severity in ("defect", "test-fault")), None)
-    if worst is None:
-        report.recipe["notes"].append(f"the reference {reference.name} agrees with the oracle")
-        return
-    title = f"your reference is at fault: {worst.title.replace('what runs', 'it')}"
-    fault = replace(
-        worst, title=title, severity="test-fault", score=worst.score - 10 if report.verdict == "defect" else worst.score
-    )
-    fault.evidence = [f"reference {reference.name} ({reference.location})", *worst.evidence]
-    report.findings.append(fault)
-    report.findings.sort(key=lambda f: -f.score)
-    if report.verdict != "defect":
-        report.headline = f"the kernel is healthy; {title}"

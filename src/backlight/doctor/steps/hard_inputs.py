@@ -6,6 +6,7 @@ on Gaussian inputs and wrong here.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +22,15 @@ from backlight.doctor.steps.look import Look, look
 from backlight.doctor.steps.sheet import Sheet
 from backlight.doctor.steps.verdict import WRONG, from_explanation
 from backlight.problems import inputs
+from backlight.problems.axes import AXES
 from backlight.problems.problem import Problem
 
 HARD = {
     "jumps": "lse that jumps by 100 from block to block",
     "high_lse": "scores near +120",
     "low_lse": "scores near -120",
+    "rising": "scores that rise by 110 along the keys",
+    "falling": "scores that fall by 110 along the keys",
     "outliers": "outliers in q and k",
 }
 LENGTH = 256
@@ -42,7 +46,7 @@ def run(sheet: Sheet, bench: Bench) -> None:
         sheet.probes.append(Probe("hard inputs", None, "wrong on ordinary inputs already"))
         return
     for recipe, words in HARD.items():
-        problem = drawn(bench.problem, recipe)
+        problem = drawn(bench.problem, recipe, kept=bench.built_in)
         if problem is None or problem.recipe == bench.problem.recipe:
             continue
         seen = _look(bench, problem)
@@ -67,7 +71,10 @@ def low_scores(sheet: Sheet, bench: Bench) -> None:
         return
     rows = min(SHORT, call.q.shape[2])
     keys = rows + MORE_KEYS if not call.spec.masked else min(SHORT, call.k.shape[2])
-    problem = drawn(bench.problem, "low_lse", rows, keys)
+    kept = bench.built_in
+    if kept:
+        rows, keys = call.q.shape[2], call.k.shape[2]
+    problem = drawn(bench.problem, "low_lse", rows, keys, kept)
     if problem is None or problem.recipe == bench.problem.recipe or not keys:
         return
     words = f"scores near -120, {rows} rows and {keys} keys"
@@ -93,7 +100,8 @@ def far_below(sheet: Sheet, bench: Bench) -> None:
     call = bench.problem.call
     plain = call.spec.softcap is None and call.sink is None and call.tau is None and call.pair_bias is None
     wrong = any(row.status in WRONG for row in sheet.rows)
-    problem = None if wrong or not plain or call.q.dtype == torch.float16 else drawn(bench.problem, "gaussian")
+    skipped = wrong or not plain or call.q.dtype == torch.float16
+    problem = None if skipped else drawn(bench.problem, "gaussian", kept=bench.built_in)
     if problem is None:
         return
     size = (FAR / problem.call.scale) ** 0.5
@@ -128,8 +136,13 @@ def _gross(c: Comparison, problem: Problem) -> bool:
     return bool(c.nonfinite.any()) or not c.relative <= most
 
 
-def drawn(problem: Problem, recipe: str, rows: int | None = None, keys: int | None = None) -> Problem | None:
-    """The same kind of problem with inputs of a recipe, at most LENGTH positions; None where that cannot be."""
+def drawn(
+    problem: Problem, recipe: str, rows: int | None = None, keys: int | None = None, kept: Iterable[str] = ()
+) -> Problem | None:
+    """The same kind of problem with inputs of a recipe, at most LENGTH positions; None where that cannot be.
+
+    kept: learned terms that stay what they are, because the subject has them built in.
+    """
     call = problem.call
     (b, hq, _, d), sq, sk = call.q.shape, rows or call.q.shape[2], keys or call.k.shape[2]
     if call.rows is not None or call.varlen or not call.scale > 0 or not sq or not sk or max(sq, sk) > 4 * LENGTH:
@@ -137,6 +150,9 @@ def drawn(problem: Problem, recipe: str, rows: int | None = None, keys: int | No
     own: dict[str, Any] = {} if call.bias is None else {"bias": call.bias.shape[1]}
     if call.tau is not None:
         own["tau"] = call.tau
+    for name in kept:
+        x = getattr(call, name)
+        own[name] = x[: min(b, 1)] if "batch" in AXES[name] else x
     settings: dict[str, Any] = {
         "kv_heads": call.k.shape[1],
         "sk": sk,
@@ -179,7 +195,8 @@ def _how(c: Comparison) -> str:
 
 def _ordinary(bench: Bench, hard: Problem) -> Look | None:
     """The same lengths with ordinary inputs."""
-    problem = drawn(bench.problem, "gaussian", hard.call.q.shape[2], hard.call.k.shape[2])
+    kept = bench.built_in
+    problem = drawn(bench.problem, "gaussian", hard.call.q.shape[2], hard.call.k.shape[2], kept)
     return None if problem is None else _look(bench, problem)
 
 

@@ -256,8 +256,8 @@ def doubled_do(bench: Bench) -> Probe:
 def permuted_heads(bench: Bench) -> Probe:
     """Heads in reverse order, learned terms with them: outputs in reverse order."""
     call, problem = bench.problem.call, bench.problem
-    if call.q.shape[1] == 1:
-        return Probe("", None, "one head")
+    if call.q.shape[1] == 1 or bench.built_in:
+        return Probe("", None, "a learned term is built in" if bench.built_in else "one head")
     flip = {name: x.flip(1 if "batch" in AXES[name] else 0) for name, x in tensors_of(call).items()}
     flip |= {} if call.rows is None else {"rows": call.rows.flip(1)}
     out = bench.subject.run(with_tensors(call, flip), problem.dy.flip(1))
@@ -391,4 +391,6 @@ FULL = (
     forbidden,
     beyond_the_end,
 )
+# these ask the backward alone
+OF_GRADIENTS = (expanded_do, zero_do, do_layouts, do_in_flight, doubled_do)
 FORENSIC = (*FULL, tile_sizes)

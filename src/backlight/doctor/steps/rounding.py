@@ -45,7 +45,8 @@ def run(sheet: Sheet, bench: Bench) -> None:
         return
     if call.q.shape[3] < 4 or any(row.status != "ok" for row in sheet.rows):
         return
-    looks = (_ties, _growth) if bench.problem.arithmetic is None else (_growth,)
+    ties = bench.problem.arithmetic is None and not bench.subject.forward_only
+    looks = (_ties, _growth) if ties else (_growth,)
     sheet.probes += [found for look in looks if (found := look(sheet, bench)) is not None]
 
 

@@ -70,7 +70,11 @@ class Sheet:
     def smaller_problem(self) -> Problem | None:
         """Part of a problem that is too large to try every candidate on, if it can be cut."""
         b, h, sq, _ = self.problem.call.q.shape
-        return shrink(self.problem) if b * h * sq * self.problem.call.k.shape[2] > EXPLAIN_CELLS else None
+        if b * h * sq * self.problem.call.k.shape[2] <= EXPLAIN_CELLS:
+            return None
+        # terms that are built in may follow from the number of heads
+        cut = {"heads": self.problem.call.k.shape[1]} if self.subject.built_in(self.problem.call) else {}
+        return shrink(self.problem, **cut)
 
     def add(self, finding: Finding) -> None:
         self.findings.append(finding)

@@ -59,6 +59,7 @@ class Observed:
     missing: tuple[str, ...] = ()
     changed_inputs: tuple[str, ...] = ()
     written_beyond: tuple[str, ...] = ()
+    forward_only: bool = False
 
     def __getitem__(self, name: str) -> Tensor:
         return self.values[name]
@@ -75,6 +76,7 @@ class Subject:
     layout: "BHSD", "BSHD", "packed" or "auto" (matched on o). lse: "auto" fits lse_kernel = a * lse + b, or a pair (a, b).
     config: keyword -> values the tile-size probe may try. params: learned terms whose gradients count; () = all accepted.
     roomy: what it allocates lies between margins, so that it may write beyond an end.
+    forward_only: a kernel for inference; gradients are not asked for. `(forward, None)` says so too.
     """
 
     forward: Callable[..., Any]
@@ -88,6 +90,7 @@ class Subject:
     jvp: Callable[..., Any] | None = None
     restores: bool = False
     roomy: bool = False
+    forward_only: bool = False
 
     @staticmethod
     def of(subject: Any) -> Subject:
@@ -96,6 +99,8 @@ class Subject:
             return subject
         if isinstance(subject, tuple) and len(subject) == 2 and all(map(callable, subject)):
             return Subject(*subject)
+        if isinstance(subject, tuple) and len(subject) == 2 and callable(subject[0]) and subject[1] is None:
+            return Subject(subject[0], forward_only=True)
         if isinstance(subject, tuple) and len(subject) == 3 and all(callable(f) or f is None for f in subject) and subject[0]:
             return Subject(*subject[:2], jvp=subject[2])
         wanted = "subject must be a callable, a module, a (forward, backward) pair or a Subject"
@@ -159,6 +164,10 @@ class Subject:
         wanted = _features(call, packed=self.layout == "packed")
         return [] if accepted is None else [name for name in wanted if not set(KEYWORDS[name]) & accepted]
 
+    def built_in(self, call: Call) -> list[str]:
+        """Learned terms, and a mask, that it has no parameter for: it has those of this call, and can be asked of no others."""
+        return [name for name in self.untold(call) if name in TERM_NAMES]
+
     def run(
         self,
         call: Call,
@@ -173,6 +182,8 @@ class Subject:
 
         memory: tensors of an earlier run, which this one fills with its own numbers; those that are not there are put there.
         """
+        if self.forward_only:
+            dy = dlse = None
         layout = self._layout(call)
         inputs = self._inputs(call, layout)
         if memory is not None:
@@ -203,6 +214,7 @@ class Subject:
         values |= {name: x.detach() for name, x in out.items() if name not in ("o", "lse", "y") and isinstance(x, Tensor)}
         missing: list[str] = []
         beyond: tuple[str, ...] = ()
+        graphless = self.backward is None and not out["o"].requires_grad
         if dy is not None or dlse is not None:
             with spacious(self.roomy) as behind:
                 gradients = self._backward(call, out, inputs, counted, extras, dy, dlse, layout, do_layout)
@@ -211,7 +223,8 @@ class Subject:
             values |= {name: x for name, x in gradients.items() if isinstance(x, Tensor)}
         changed = tuple(n for n, x in before.items() if not _same(x, inputs[n].detach()))
         beyond = (*room.written_beyond("forward"), *beyond)
-        return Observed({n: x.detach() for n, x in values.items()}, tuple(missing), changed, beyond)
+        forward_only = self.forward_only or (graphless and bool(missing))
+        return Observed({n: x.detach() for n, x in values.items()}, tuple(missing), changed, beyond, forward_only)
 
     def lse_differentiable(self, call: Call) -> bool:
         """Whether the lse this subject returns takes part in autograd."""
