@@ -89,7 +89,7 @@ def _squares(ratio: float) -> dict[str, Stage]:
     def sized(p, tr, q, k, tq, tk, scale, lse, entmax, tentmax):
         moved = abs(scale) * (tq**2 @ (k**2).mT + q**2 @ (tk**2).mT).sqrt()
         if entmax is not None:
-            # phi of eq. 104 is small beside its summands
+            # phi of eq. 108 is small beside its summands
             moved = moved + tentmax.abs() * exponent(entmax) ** 2
         return slope_of(p, entmax) * (moved + tr.abs() * wobble(ratio, q, k, scale, lse, entmax))
 

@@ -131,12 +131,12 @@ def by_alpha(p: Tensor, p_sink: Tensor, dp: Tensor, dlse: Tensor | None, alpha: 
 
 
 def by_tangent_of_alpha(p: Tensor, alpha: Tensor) -> Tensor:
-    """phi of eq. 104: what a tangent of alpha adds to the tangent of a score."""
+    """phi of eq. 108: what a tangent of alpha adds to the tangent of a score."""
     e, u = exponent(alpha), p.pow(alpha - 1)
     return e**2 * (u - 1) - e * torch.xlogy(u, p)
 
 
 def mean_by_slopes(p: Tensor, p_sink: Tensor, r: Tensor, r_sink: Tensor | float, alpha: Tensor) -> Tensor:
-    """Eq. 105, the tangent of lse."""
+    """Eq. 109, the tangent of lse."""
     w, total = slopes(p, p_sink, alpha)
     return ((w * r).sum(dim=-1) + slope(p_sink, alpha) * r_sink) / total

@@ -1,4 +1,4 @@
-"""Forward mode as stages: how y and lse move along tangents of the inputs (docs/math.md, eq. 47-51; entmax: eq. 104-106).
+"""Forward mode as stages: how y and lse move along tangents of the inputs (docs/math.md, eq. 47-51; entmax: eq. 108-110).
 
 A leading t marks a tangent. Inputs of a head are those of `trace` and, for each of them that is learned, its tangent `t<name>`,
 0 where it does not move, None where the input is. `tlse` is mu of eq. 48.
@@ -59,13 +59,13 @@ def ts(tx, capped, softcap, tbias, column, tpair_bias, visible):
     return moved.masked_fill(~visible, 0)
 
 
-@_stage("104")
+@_stage("108")
 def tr(ts, p, entmax, tentmax):
     """With what a tangent of alpha adds to it."""
     return ts if entmax is None else ts + tentmax * sparse.by_tangent_of_alpha(p, entmax)
 
 
-@_stage("48, 105")
+@_stage("48, 109")
 def tlse(p, tr, p_sink, tsink, entmax, tentmax):
     if entmax is not None:
         moved = tentmax * sparse.by_tangent_of_alpha(p_sink, entmax)
@@ -79,7 +79,7 @@ def tcentred(tr, tlse):
     return tr - tlse[:, None]
 
 
-@_stage("49, 106")
+@_stage("49, 110")
 def tp(p, tcentred, entmax):
     return tcentred * (p if entmax is None else sparse.slope(p, entmax))
 

@@ -1,6 +1,6 @@
-"""How the weights of alpha-entmax move along tangents, which both derivatives of the tiled backend share (eq. 104-108).
+"""How the weights of alpha-entmax move along tangents, which both derivatives of the tiled backend share (eq. 108-112).
 
-r of eq. 104 takes the place that ts has in a softmax, slopes w that of the weights. Only tiles in which something weighs are
+r of eq. 108 takes the place that ts has in a softmax, slopes w that of the weights. Only tiles in which something weighs are
 visited.
 """
 
@@ -23,7 +23,7 @@ from backlight.call import Call
 
 @dataclass(slots=True)
 class Visit:
-    """A tile in which something weighs: u, P and w of eq. 80, and r of eq. 104, None where nothing moves."""
+    """A tile in which something weighs: u, P and w of eq. 80, and r of eq. 108, None where nothing moves."""
 
     tile: Tile
     part: slice
@@ -80,14 +80,14 @@ class MovingEntmax:
             yield Visit(tile, part, u, p, w, self._driven(u, self.moving.tile(tile, tuple(u.shape)), part))
 
     def _driven(self, u: Tensor, ts: Tensor | None, part: slice) -> Tensor | None:
-        """r of eq. 104, in the place of ts."""
+        """r of eq. 108, in the place of ts."""
         if self.talpha is None:
             return torch.zeros_like(u) if ts is None and self.moves else ts
         moved = self.by_alpha(u, part).mul_(self.talpha[:, part])
         return moved if ts is None else ts.add_(moved)
 
     def by_alpha(self, u: Tensor, part: slice) -> Tensor:
-        """phi of eq. 104."""
+        """phi of eq. 108."""
         return (u - 1).sub_(torch.xlogy(u, u)).mul_(self.e[:, part] ** 2)
 
     def sink(self, lse: Tensor) -> AtSink | None:
@@ -101,7 +101,7 @@ class MovingEntmax:
         return AtSink(u, w, r if self.talpha is None else r + self.talpha * self.by_alpha(u, whole))
 
     def bend(self, u: Tensor, centred: Tensor, part: slice) -> Tensor:
-        """rho of eq. 107: the tangent of w, divided by w; centred: r less the tangent of lse."""
+        """rho of eq. 111: the tangent of w, divided by w; centred: r less the tangent of lse."""
         safe = u.masked_fill(u <= 0, 1)
         found = centred * (1 - self.rate[:, part]) / safe
         if self.talpha is not None:
@@ -109,7 +109,7 @@ class MovingEntmax:
         return found
 
     def by_alpha_moved(self, u: Tensor, centred: Tensor, part: slice) -> Tensor:
-        """The tangent of phi, eq. 109."""
+        """The tangent of phi, eq. 113."""
         e = self.e[:, part]
         log_p = u.masked_fill(u <= 0, 1).log_().mul_(e)
         found = -log_p * centred

@@ -1,4 +1,4 @@
-"""Second derivatives of alpha-entmax in the tiled backend: row sums, the sink's part and alpha's (eq. 107-109).
+"""Second derivatives of alpha-entmax in the tiled backend: row sums, the sink's part and alpha's (eq. 111-113).
 
 The mean that centres gradients at scores holds the tangent of w, which nobody saved: it is summed over the tiles first.
 """
@@ -17,7 +17,7 @@ from backlight.backends.tiled.primitives import Workspace, product
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """Both row sums of eq. 108, [N, rows, 1]."""
+    """Both row sums of eq. 112, [N, rows, 1]."""
 
     eta: Tensor
     delta: Tensor
@@ -76,7 +76,7 @@ def at_sink(entmax: MovingEntmax, sink: AtSink, mu: Tensor, rows: Means) -> tupl
 
 
 class AlphaTwice:
-    """Gradients by alpha and by its tangent of a block's rows, [N, rows, 1], summed in the tile loop (eq. 109)."""
+    """Gradients by alpha and by its tangent of a block's rows, [N, rows, 1], summed in the tile loop (eq. 113)."""
 
     def __init__(self, entmax: MovingEntmax):
         self.entmax = entmax

@@ -1,7 +1,7 @@
 """Backward through the tangent, in the tiled backend (eq. 56-58): double backward and forward over reverse are the same sweep.
 
 A pre-pass over rows, then one sweep over the tiles of each row block, laid out as in `backward.py`. Both brackets of eq. 58 are
-centred by row sums that are dot products of saved tensors; with entmax some of them are summed over the tiles before (eq. 108).
+centred by row sums that are dot products of saved tensors; with entmax some of them are summed over the tiles before (eq. 112).
 Parity contract: tests/derivatives.
 """
 
@@ -125,7 +125,7 @@ class _Rows:
 @dataclass(slots=True)
 class _Tile:
     """Of a tile: what multiplies v, what the brackets have before them (with entmax slopes), survivors; how far ts, or r of
-    eq. 104, is from the row's mean, and what of it stands before dr in ds. u: of eq. 80, with entmax."""
+    eq. 108, is from the row's mean, and what of it stands before dr in ds. u: of eq. 80, with entmax."""
 
     tile: Tile
     a: Tensor
@@ -203,7 +203,7 @@ class _Sweep:
         out: dict[str, Tensor],
         sums: dict[str, Tensor],
     ) -> _Rows:
-        """Eq. 56, 57, with entmax 108; adds to the gradients of gate, tau and sink and of their tangents."""
+        """Eq. 56, 57, with entmax 112; adds to the gradients of gate, tau and sink and of their tangents."""
         call, dtype, operand, slab, group = self.call, self.scores.dtype, self.scores.operand, self.slab, self.call.group
 
         def rows_of(x: Tensor | None) -> Tensor | None:
@@ -258,7 +258,7 @@ class _Sweep:
         sums: dict[str, Tensor],
         wanted: Set[str],
     ) -> _Rows:
-        """Eq. 108 and the sink's part; starts the sums of alpha's gradients."""
+        """Eq. 112 and the sink's part; starts the sums of alpha's gradients."""
         if bool(at_lse[1].any()) or not {*OF_SCORES, "dsink"}.isdisjoint(wanted):
             values = Values(self.v_columns, self.tv_columns, rows.dto)
             visits, known = entmax.visits(rows.lse, block_tiles), Means(rows.eta, rows.delta)
@@ -319,7 +319,7 @@ class _Sweep:
             yield _Tile(each.tile, each.p, each.w, None, centred, entmax.bend(each.u, centred, each.part), each.u)
 
     def _tile(self, found: _Tile, rows: _Rows, sums: _Sums) -> None:
-        """Eq. 58, with entmax 107, of one tile."""
+        """Eq. 58, with entmax 111, of one tile."""
         scores, operand, tile = self.scores, self.scores.operand, found.tile
         queries, keys, wanted, p, m = sums.queries, sums.keys, sums.wanted, found.p, found.m
         part, here = scores.block.part(tile), slice(tile.j0, tile.j1)

@@ -1,6 +1,6 @@
 """Forward mode of the tiled backend: tangents of y and lse beside them, in one sweep (eq. 52), two with tau (eq. 53).
 
-With entmax a sweep comes after those of the forward (eq. 106).
+With entmax a sweep comes after those of the forward (eq. 110).
 
 A row owns what its forward owns and in addition a scalar `e`, a reference `nu` and a Dv-wide `w`. Where lse is known, the sweep
 needs no running maximum, and y and u cost no product. Any subset of tangents costs the products of that subset (eq. 55).
@@ -244,7 +244,7 @@ class _Sweep:
         return _Rows(lse, o, u, tu, w, e, e_cast, nu)
 
     def _sparse(self, entmax: MovingEntmax, out: Results, block_tiles: list[Tile]) -> _Rows:
-        """Eq. 106, after the thresholds where lse is not known."""
+        """Eq. 110, after the thresholds where lse is not known."""
         scores, operand = self.scores, self.scores.operand
         block = scores.block
         entmax.start(block)
