@@ -293,8 +293,8 @@ REPLACED = {
 class Emulation:
     """Stands in for a compiled kernel: `emulation[grid](*args, **options)`."""
 
-    def __init__(self, kernel: Any, late: bool):
-        self.late, self.scopes = late, {}
+    def __init__(self, kernel: Any, late: bool, backwards: bool):
+        self.late, self.backwards, self.scopes = late, backwards, {}
         self.entry = self.plain(kernel)
 
     def plain(self, value: Any) -> Any:
@@ -325,7 +325,7 @@ class Emulation:
             sizes = (*grid, 1, 1)[:3]
             for z in range(sizes[2]):
                 for y in range(sizes[1]):
-                    for x in range(sizes[0]):
+                    for x in range(sizes[0])[:: -1 if self.backwards else 1]:
                         cta = machine.current = machine.Machine(self.late)
                         cta.local.pid, cta.local.grid, cta.local.warps = (x, y, z), sizes, num_warps
                         with np.errstate(all="ignore"):
@@ -345,8 +345,11 @@ def argument(value: Any) -> Any:
 
 
 @contextmanager
-def emulated(*modules: Any, late: bool = False) -> Iterator[None]:
-    """Inside, every kernel of the modules (a jitted function named `_..._kernel`) and every small one runs in the emulator."""
+def emulated(*modules: Any, late: bool = False, backwards: bool = False) -> Iterator[None]:
+    """Inside, every kernel of the modules (a jitted function named `_..._kernel`) and every small one runs in the emulator.
+
+    backwards: CTAs run from the last on.
+    """
     before = []
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
@@ -355,7 +358,7 @@ def emulated(*modules: Any, late: bool = False) -> Iterator[None]:
             for name, value in list(vars(module).items()):
                 if name.startswith("_") and name.endswith("_kernel"):
                     before.append((module, name, value))
-                    setattr(module, name, Emulation(value, late))
+                    setattr(module, name, Emulation(value, late, backwards))
         yield
     finally:
         sys.setswitchinterval(switch)

@@ -24,7 +24,7 @@ from backlight.spec import AttentionSpec
 from cases import FP16, Case, case_id
 from gate import judge
 
-# one CTA a tile: the emulator runs them one after the other, in the order in which a card draws them
+# one CTA a tile: the emulator runs them one after the other
 ORDERED = {
     64: BackwardConfig(128, 128, narrow=True, ordered=True, persistent=False),
     128: BackwardConfig(64, 128, overlap=True, ordered=True, persistent=False),
@@ -41,12 +41,14 @@ CASES = (
 )
 
 
-def gradients_of(case: Case, config: BackwardConfig) -> tuple[Call, dict[str, torch.Tensor], list[str]]:
+def gradients_of(
+    case: Case, config: BackwardConfig, backwards: bool = False
+) -> tuple[Call, dict[str, torch.Tensor], list[str]]:
     problem = case.make(FP16)
     call = replace(problem.call, deterministic=True, _segments=None)
     with (
         override("hopper.backward", config),
-        emulator.emulated(forward, backward, dq_convert, dq_rows, prepass, dbias_ordered, late=True),
+        emulator.emulated(forward, backward, dq_convert, dq_rows, prepass, dbias_ordered, late=True, backwards=backwards),
     ):
         y, lse, *_ = forward.forward(call)
         made = host.backward(call, y, lse, None, problem.dy, problem.dlse, frozenset(call.gradients))
@@ -69,6 +71,9 @@ def test_a_tile_out_of_its_turn_is_noticed(tmp_path: Path, monkeypatch: pytest.M
     broken = mutant(tmp_path, order, "while seen < turn:", once)
     monkeypatch.setattr(reducer, "wait_for_turn", broken.wait_for_turn)
     assert not gradients_of(CASES[1], ORDERED[64])[2]
+    # programs whose first tiles are those of their own numbers would wait for programs that have not begun
+    assert not gradients_of(CASES[1], ORDERED[64], backwards=True)[2]
+    assert not gradients_of(CASES[1], replace(ORDERED[64], persistent=True), backwards=True)[2]
     wrong = mutant(tmp_path, order, "last_key // p.V.BN - tile", "tile")
     monkeypatch.setattr(reducer, "turn_of", wrong.turn_of)
     with pytest.raises(AssertionError, match="out of turn"):

@@ -128,7 +128,7 @@ def main_dk_dv(
     """dk and dv, and unless `split` the accumulated dq; sums of ds where there are `diagonals`."""
     call, config, share = launch.call, rows.config, rows.share
     heads = launch.batch * launch.heads
-    order = torch.zeros(heads * rows.tiles, dtype=torch.int32, device=call.q.device) if ordered else None
+    order = torch.zeros(1 + heads * rows.tiles, dtype=torch.int32, device=call.q.device) if ordered else None
     cu_q, cu_k, cu_tiles, n_segments = launch.packing(call.cu_seqlens_k, config.block_n)
     packing = Packing(cu_q, cu_k, cu_tiles, rows.first_tiles)
     terms = Terms(launch.table, launch.tau)

@@ -1,11 +1,9 @@
 """The loading partition of the main kernel (`kernel.py`): one warp that draws key tiles, publishes them and feeds the rings."""
 
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from backlight.backends.hopper.backward.key_tiles import (
-    drawn,
     key_tile,
     load_keys,
     meet_arrivals,
@@ -13,7 +11,7 @@ from backlight.backends.hopper.backward.key_tiles import (
     publish_end,
     side_by_side,
 )
-from backlight.backends.hopper.backward.order import drawn_in_turn
+from backlight.backends.hopper.backward.order import drawn_in_turn, first_number, next_number
 from backlight.backends.hopper.backward.visits import first_row_block, load_every_row
 from backlight.backends.hopper.barriers import KV_EMPTY, kv_threads
 from backlight.backends.hopper.primitives import bar_sync
@@ -34,7 +32,7 @@ def load_k_and_v(p, t, turn):
 def loader(p):
     count = p.sq * 0
     turn = count
-    number = gl.program_id(0)
+    number = first_number(p)
     together = side_by_side(p)
     going = turn == 0
     while going:
@@ -44,7 +42,7 @@ def loader(p):
         load_k_and_v(p, t, turn)
         count = load_every_row(p, t, count, first)
         turn += 1
-        number = drawn(p)
+        number = next_number(p)
         going = number < p.n_tiles
     publish_end(p, turn)
     bar_sync(KV_EMPTY, kv_threads(p.V.EARLY))

@@ -1,7 +1,8 @@
 """Additions to dq in a fixed order (eq. 75): five products and the same bits in every run.
 
 Each row block of a query head has a counter of the key tiles that have added to it. A tile adds when all those before it have
-added, and counts itself when its addition has arrived. Tiles are drawn in that order, so the first unfinished one never waits.
+added, and counts itself when its addition has arrived. Tiles are drawn in that order, a program's first one too: the first
+unfinished one never waits, and none waits for a program that has not begun, for want of a multiprocessor.
 Under a causal mask the last keys come first: a tile begins at its diagonal, where it is the first to add, and comes to rows of
 which others have done before. The other way round every tile would begin where the longest of waits is.
 """
@@ -9,6 +10,7 @@ which others have done before. The other way round every tile would begin where 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from backlight.backends.hopper.backward.key_tiles import drawn
 from backlight.call import Call
 
 
@@ -23,6 +25,31 @@ def arrived():
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def next_in_order(p):
+    return gl.atomic_add(p.order_ptr, 1, sem="relaxed")
+
+
+@gluon.jit
+def first_number(p):
+    """The number of the tile that a program begins with."""
+    if p.V.ORDERED:
+        number = next_in_order(p)
+    else:
+        number = gl.program_id(0)
+    return number
+
+
+@gluon.jit
+def next_number(p):
+    """The number that a program takes next; as many tiles as there are programs are left to those that begin late."""
+    number = drawn(p)
+    if p.V.ORDERED:  # noqa: SIM102 (known to the compiler)
+        if number < p.n_tiles:
+            number = next_in_order(p)
+    return number
 
 
 @gluon.jit
@@ -49,7 +76,7 @@ def turn_of(p, t, i):
 @gluon.jit
 def counter_of(p, t, member, i):
     head = t.b * p.heads + t.kv_head * p.group + member
-    return p.order_ptr + (head * p.row_tiles + i)
+    return p.order_ptr + (1 + head * p.row_tiles + i)
 
 
 @gluon.jit
