@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -251,6 +252,17 @@ class language:
         assert not any(state[0] for state in cta.named.values()), "an arrival at a named barrier was never met"
 
 
+def acquired(pointer: Pointer) -> Tensor:
+    """What a loop reads until it changes."""
+    read = language.load(pointer)
+    local, seen = machine.current.local, (int(pointer.offset), int(read))
+    if getattr(local, "seen", None) != seen:
+        local.seen, local.since = seen, time.monotonic()
+    elif time.monotonic() > local.since + machine.PATIENCE:
+        raise RuntimeError("a counter that a loop waits for never changes")
+    return read
+
+
 # what a launch says to the compiler alone
 COMPILER_OPTIONS = ("maxnreg", "num_stages", "enable_fp_fusion", "sched4reg", "ptx_options")
 
@@ -267,7 +279,7 @@ REPLACED = {
     "warpgroup_mma_wait": warpgroup_mma_wait,
     "fence_async_shared": lambda *args: None,
     "peek": language.load,
-    "acquired": language.load,
+    "acquired": acquired,
     "arrived": lambda: store_wait(0),
     "per_thread": lambda shape, layout: 32,
     "weights16": lambda weight, dtype: np.maximum(weight, 0).to(dtype),

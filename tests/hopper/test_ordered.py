@@ -80,6 +80,13 @@ def test_a_tile_out_of_its_turn_is_noticed(tmp_path: Path, monkeypatch: pytest.M
         gradients_of(CASES[1], ORDERED[64])
 
 
+def test_waiting_for_ever_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulator.machine, "PATIENCE", 0.5)
+    monkeypatch.setattr(reducer, "turn_of", mutant(tmp_path, order, "return tile", "return tile + 1").turn_of)
+    with pytest.raises(RuntimeError, match="never changes"):
+        gradients_of(Case("causal", b=1, hq=1, hkv=1, sq=130, sk=130, d=64, causal=True), ORDERED[64])
+
+
 @pytest.mark.parametrize("case", [Case("window", window=(40, 0), d=64), Case("packed", lengths_q=(70, 90), d=64)], ids=case_id)
 def test_what_has_no_order_takes_seven_products(case: Case) -> None:
     assert not order.can_be_ordered(case.make(FP16).call, wide=False)
