@@ -305,7 +305,7 @@ REPLACED = {
 class Emulation:
     """Stands in for a compiled kernel: `emulation[grid](*args, **options)`."""
 
-    def __init__(self, kernel: Any, late: bool, backwards: bool):
+    def __init__(self, kernel: Any, late: bool, backwards: bool = False):
         self.late, self.backwards, self.scopes = late, backwards, {}
         self.entry = self.plain(kernel)
 
