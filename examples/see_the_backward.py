@@ -13,7 +13,7 @@ trace = oracle(Call(spec, q, k, v, tau=torch.tensor([-0.5, 0.5])), dy)
 
 for name, value in trace.items():
     stage = STAGES[name]
-    print(f"{name:7} eq. {stage.equation:6} from {', '.join(stage.reads):32} {tuple(value.shape)}")
+    print(f"{name:10} eq. {stage.equation:8} from {', '.join(stage.reads):42} {tuple(value.shape)}")
 
 assert not trace.p[:, :, ~spec.allowed(8, 8)].any(), "masked means exactly zero"
 torch.testing.assert_close(trace.ds.sum(dim=-1), torch.zeros(1, 2, 8, dtype=torch.float64), atol=1e-12, rtol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -54,6 +55,9 @@ def _must_raise(forward: Callable) -> Callable:
     return forward_until_it_raises
 
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    NESTED = torch.nested.nested_tensor([torch.zeros(3, D), torch.zeros(4, D)])
 GOOD = {"q": q(), "k": k(), "v": v()}
 PACKED = {
     "q": q(6, HEADS, D),
@@ -88,6 +92,13 @@ BATCHED_ERRORS = {
     "integer q": ({"q": q().int(), "k": k().int(), "v": v().int()}, TypeError, ["q must be", "fp32", "int32"]),
     "boolean q": ({"q": q().bool()}, TypeError, ["q must be", "fp32", "bool"]),
     "complex q": ({"q": q().to(torch.complex64)}, TypeError, ["q must be", "fp32", "complex64"]),
+    "q is nested": ({"q": NESTED}, TypeError, ["q must be", "dense", "nested", "attention_varlen"]),
+    "v is nested": ({"v": NESTED}, TypeError, ["v must be", "dense", "nested", "attention_varlen"]),
+    "heads after rows": (
+        {"q": q(2, LENGTH, HEADS, D), "k": k(2, KEYS, KV_HEADS, D), "v": v(2, KEYS, KV_HEADS, DV)},
+        ValueError,
+        ["6 and 7", "[B, H, S, D]"],
+    ),
     "dtype of k": ({"k": k().half()}, TypeError, ["k must", "dtype of q", "float32", "float16"]),
     "dtype of v": ({"v": v().double()}, TypeError, ["v must", "dtype of q", "float32", "float64"]),
     "device of k": ({"k": k().to("meta")}, ValueError, ["k must", "device of q", "cpu", "meta"]),

@@ -264,3 +264,9 @@ def test_what_e4m3_would_not_look_at() -> None:
             backlight.attention(q, k, v, precision="fp8", **{flag: "no"})
     with pytest.raises(Unsupported, match="does not take fp64 in e4m3"):
         backlight.attention(q.double(), k.double(), v.double(), precision="fp8")
+
+
+def test_what_was_quantised_is_shown_in_a_line() -> None:
+    q, k = torch.zeros(1, 2, 3, 16), torch.zeros(1, 1, 5, 16)
+    assert repr(backlight.quantize_keys(k, k)) == "Keys(k (1, 1, 5, 16), centred, cpu)"
+    assert repr(backlight.quantize(q, k, k)) == "Quantised(q (1, 2, 3, 16), Keys(k (1, 1, 5, 16), centred, cpu))"

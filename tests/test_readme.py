@@ -106,6 +106,26 @@ def test_status_table_matches_the_registry():
         assert planned == {name not in registry.names()}
 
 
+@pytest.mark.parametrize(("row", "what"), [("tangents (forward mode)", "tangent"), ("second derivatives", "second")])
+def test_status_table_names_what_has_no_derivative(row, what):
+    """Cells of `tiled` and `triton`: yes, or what of a backend's features lacks that derivative."""
+    header, *rows = rows_after("Status")
+    (cells,) = [cells for cells in rows if cells[0].startswith(row)]
+    assert cells[0].endswith("of all of these")
+    for name in ("tiled", "triton"):
+        (column,) = [place for place, heading in enumerate(header) if heading.startswith(f"`{name}`")]
+        backend = registry.get(name)
+        lacks = sorted(backend.takes - backend.derivatives[what] - {"part", "entmax_part"})
+        assert cells[column] == (f"but for {', '.join(lacks)}" if lacks else "yes")
+
+
+def test_number_of_defects_is_right_to_a_hundred():
+    from backlight.doctor.defects.catalogue import BY_ID
+
+    word = {1: "some hundred", 2: "some two hundred", 3: "some three hundred"}[round(len(BY_ID) / 100)]
+    assert f"knows {word} ways to be wrong" in README
+
+
 def test_keyword_table_matches_the_signature():
     section = README.split("| keyword |", 1)[1].split("\n\n", 1)[0]
     described = set(re.findall(r"`(\w+)=", section))

@@ -438,8 +438,10 @@ def binding_of(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, opt
 def check_flags(return_lse: Any, return_max_logit: Any) -> None:
     for name, value in (("return_lse", return_lse), ("return_max_logit", return_max_logit)):
         if value is not True and value is not False:
+            kind = type(value)
             # NumPy's bool is called bool too: the module tells them apart
-            raise TypeError(f"{name} must be a bool, got {type(value).__module__}.{type(value).__name__}")
+            where = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+            raise TypeError(f"{name} must be a bool, got {where}{kind.__name__}")
 
 
 def check_backend(backend: str | None) -> None:

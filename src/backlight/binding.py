@@ -73,17 +73,17 @@ def mask_tensors(mask: Any) -> tuple[Any, Any]:
     return mask.rows, mask.pos
 
 
-def alphas_of(entmax: Any, q: Any) -> tuple[Tensor | None, float | None]:
+def alphas_of(entmax: Any, q: Any, name: str = "entmax") -> tuple[Tensor | None, float | None]:
     """entmax as the call has it: one alpha per query head, and the number that they are where it is known; 1 is a softmax."""
     if isinstance(entmax, Tensor):
         return (entmax.clamp(*ALPHAS) if entmax.dtype.is_floating_point else entmax), None
     alpha = plain(entmax)
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
-        raise TypeError(f"entmax must be a number, a tensor [Hq] or None, got {shown(entmax)}")
+        raise TypeError(f"{name} must be a number, a tensor [Hq] or None, got {shown(entmax)}")
     if alpha == 1:
         return None, None
     if not ALPHAS[0] <= alpha <= ALPHAS[1]:
-        raise ValueError(f"entmax must be 1 (softmax) or from {ALPHAS[0]} to {ALPHAS[1]:g}, got {alpha}")
+        raise ValueError(f"{name} must be 1 (softmax) or from {ALPHAS[0]} to {ALPHAS[1]:g}, got {alpha}")
     # queries in e4m3 have heads like any others
     q = getattr(q, "q", q)
     if not isinstance(q, Tensor) or q.dim() < 3:

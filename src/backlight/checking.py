@@ -47,6 +47,8 @@ def check_is_tensor(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if value.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor (torch.strided), got {value.layout}")
+    if value.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got a nested one: pack it and call attention_varlen")
 
 
 def _check_device(name: str, tensor: Tensor, q: Tensor) -> None:
@@ -72,7 +74,8 @@ def _check_shapes(call: Call) -> None:
     if hq == 0 or hkv == 0:
         raise ValueError(f"q and k must have at least one head, got {hq} and {hkv}")
     if hq % hkv:
-        raise ValueError(f"the heads of q must be a multiple of the heads of k, got {hq} and {hkv}")
+        layout = "[B, H, S, D]" if call.cu_seqlens_q is None else "[T, H, D]"
+        raise ValueError(f"the heads of q must be a multiple of the heads of k, got {hq} and {hkv}; tensors are {layout}")
     if d == 0 or dv == 0:
         raise ValueError(f"head dimensions must be at least 1, got {d} for q and k, {dv} for v")
     if dk != d:

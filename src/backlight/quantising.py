@@ -46,6 +46,9 @@ class Keys:
     centred: bool = True
     tiles: Tiles | None = None
 
+    def __repr__(self) -> str:
+        return f"Keys(k {tuple(self.k.shape)}, {'' if self.centred else 'not '}centred, {self.k.device})"
+
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
@@ -62,6 +65,9 @@ class Quantised:
     scale: float
     dtype: torch.dtype
     tiles: Tiles | None = None
+
+    def __repr__(self) -> str:
+        return f"Quantised(q {tuple(self.q.shape)}, {self.keys})"
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -411,3 +412,13 @@ def test_a_slow_contender_is_timed_in_one_round(tmp_path: Path, monkeypatch: pyt
     data = run(adapter("backlight"), path=tmp_path / "run.json")
     assert SUITE.rounds > 1
     assert all(len(found["round_medians_ms"]) == 1 for found in data["rows"][0]["times"].values())
+
+
+def test_pictures_that_cannot_be_drawn_are_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else known(name))
+    path = next((Path(__file__).parents[2] / "benchmarks" / "results").glob("cpu-*/cpu-*.json.gz"))
+    done = CliRunner().invoke(command.app, ["plot", str(path), "--out", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "pip install '.[report]'" in done.output
+    assert not any(tmp_path.iterdir())

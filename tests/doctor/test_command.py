@@ -20,6 +20,7 @@ from backlight.doctor.report import Report
 from backlight.doctor.report import json as report_json
 from backlight.doctor.subject import names
 from backlight.doctor.subject.capture import save_capture
+from backlight.problems.recipes import RECIPES
 from backlight.reference import oracle
 from backlight.spec import AttentionSpec
 
@@ -228,6 +229,15 @@ def test_help_names_every_option_and_the_exit_codes():
         ):
             assert word in shown
         assert "0 healthy, 1 defect, 2 loss of precision only, 3 could not run" in shown
+
+
+def test_help_names_every_recipe_and_writes_usage_lines_with_single_spaces():
+    words = re.sub(r"[\s│]+", " ", CliRunner().invoke(command.app, ["--help"], prog_name="backlight doctor").output)
+    assert all(f" {name}" in words for name in RECIPES)
+    wrong = CliRunner().invoke(command.app, ["--causal"], prog_name="backlight doctor")
+    for output in (wrong.output, CliRunner().invoke(command.app, ["--help"], prog_name="backlight doctor").output):
+        assert "Usage: backlight doctor [OPTIONS] [SUBJECT]" in output
+    assert "'backlight doctor --help'" in wrong.output
 
 
 def test_list_shows_kernels_stories_and_the_whole_catalogue():

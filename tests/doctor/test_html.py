@@ -205,3 +205,25 @@ def test_browser_watches(browser, tmp_path):
     asked, said = browser.open(path)
     assert any(url.endswith("missing.png") for url in asked)
     assert any("seen" in line for line in said)
+
+
+def test_browser_a_phone_shows_names_that_can_be_read(browser, tmp_path):
+    """The graph is scrolled sideways where it does not fit, and sentences of tables keep a width of their own."""
+    browser.open(write_html(one_head_only(), tmp_path / "report.html"), width=390)
+    small = "[...document.querySelectorAll('#stages .scroll > svg text.name')].map(t => t.getBoundingClientRect().height)"
+    heights = browser.evaluate(small)
+    assert heights
+    assert min(heights) >= 10
+    narrow = "[...document.querySelectorAll('td.text')].map(t => t.getBoundingClientRect().width)"
+    assert min(browser.evaluate(narrow)) >= 200
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_browser_numbers_keep_their_unit_beside_them(browser, tmp_path, width):
+    report = window_defect()
+    report.probes[0].seconds = 0.378
+    report.probes[0].detail = "long words that want the whole width of the table " * 5
+    browser.open(write_html(report, tmp_path / "report.html"), width=width)
+    lines = """[...document.querySelectorAll('#probes td.number')].map(cell => { const r = document.createRange();
+        r.selectNodeContents(cell); return new Set([...r.getClientRects()].map(box => box.top)).size; })"""
+    assert set(browser.evaluate(lines)) == {1}

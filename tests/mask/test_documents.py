@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -300,3 +301,17 @@ def test_lengths_out_of_range_make_borders_in_order(lengths: list[int]) -> None:
     made = mask.documents(lengths=torch.tensor(lengths), length=256)
     assert made.borders is not None
     assert Mask(**made.state).borders is made.borders
+
+
+@pytest.mark.parametrize(
+    ("lengths", "length", "sentence"),
+    [
+        ([3, -1], None, "lengths must be at least 0, got -1"),
+        ([[3, 1], [-2, 4]], 9, "lengths must be at least 0, got -2"),
+        ([5, 5], 6, "lengths must fit into length, 6, got 10 together"),
+        ([[1, 2], [4, 4]], 7, "lengths must fit into length, 7, got 8 together"),
+    ],
+)
+def test_lengths_that_the_host_knows_are_looked_at(lengths: list[Any], length: int | None, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        mask.documents(lengths=lengths, length=length)

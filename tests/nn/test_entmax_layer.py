@@ -90,3 +90,18 @@ def test_statistics() -> None:
     assert float(found.support[1]) < float(found.support[0]) <= 32.5
     assert float(found.live_tiles[1]) < 1
     assert not found.dead_rows.any()
+
+
+@pytest.mark.parametrize(
+    ("alpha", "sentence"),
+    [
+        (3.0, r"alpha must be 1 \(softmax\) or from 1.05 to 2, got 3.0"),
+        ("1.5", "alpha must be a number"),
+        (torch.tensor(1.5), r"alpha must be \[H\], got shape \(\)"),
+    ],
+    ids=str,
+)
+def test_the_drop_in_calls_alpha_by_its_name(alpha: object, sentence: str) -> None:
+    q = torch.zeros(1, 2, 5, 8)
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        adasplash(q, q, q, alpha=alpha)  # type: ignore[arg-type]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+
 import pytest
 import torch
 
@@ -207,3 +211,23 @@ def test_a_cache_of_inference_mode_stays_there() -> None:
     cache.append(keys(), keys())
     with torch.inference_mode(False), pytest.raises(RuntimeError, match=r"k must be appended under torch.inference_mode\(\)"):
         cache.append(keys(), keys())
+
+
+@torch.no_grad()
+def test_one_cache_for_two_layers_is_refused() -> None:
+    """Layers of one shape would read each other's keys, and nothing would show it."""
+    first, second, cache = made("plain"), made("plain"), KVCache()
+    x = torch.randn(2, 3, DIM, dtype=torch.float64)
+    first(x, cache=cache)
+    with pytest.raises(ValueError, match="holds keys of another layer: use one cache per layer"):
+        second(x, cache=cache)
+    assert cache.length == 3
+    copied = pickle.loads(pickle.dumps(cache))
+    torch.testing.assert_close(first(x, cache=copied), first(x, cache=copy.deepcopy(cache)))
+    cache.clear()
+    second(x, cache=cache)
+    # a layer that is gone has no keys to mix with
+    del second
+    gc.collect()
+    first(x, cache=cache)
+    assert repr(cache) == "KVCache(6 keys seen, 6 kept)"

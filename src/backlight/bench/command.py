@@ -333,6 +333,8 @@ def plot_record(
     from backlight.bench.results import load
 
     data = load(file)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise _fail("pictures need matplotlib, which is not installed: pip install '.[report]'")
     try:
         _writable("--out" if out is not None else "the folder", file.parent if out is None else out)
     except ValueError as error:

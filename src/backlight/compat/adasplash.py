@@ -6,6 +6,7 @@ from torch import Tensor
 
 import backlight
 from backlight.arguments import check_flag, check_tensor, shown
+from backlight.binding import alphas_of
 from backlight.compat.lazy import attend_padded
 
 
@@ -36,6 +37,10 @@ def adasplash(
     check_flag("is_causal", is_causal)
     if niter is not None and (isinstance(niter, bool) or not isinstance(niter, int)):
         raise TypeError(f"niter must be an int or None, got {shown(niter)}")
+    if isinstance(alpha, Tensor):
+        check_tensor("alpha", alpha, "[H]")
+    else:
+        alphas_of(alpha, q, "alpha")
     if varlen is None:
         return backlight.attention(q, k, v, causal=is_causal, entmax=alpha)
     return attend_padded(q, k, v, varlen, causal=is_causal, entmax=alpha)

@@ -52,6 +52,8 @@ def documents(
         # a sequence may begin with number 1, if its first id is not its last
         number = (numbers != numbers.roll(1, dims=1)).cumsum(dim=1, dtype=torch.int32)
         return _runs(number.contiguous(), numbers >= 0, causal)
+    if not (isinstance(lengths, Tensor) or torch.compiler.is_compiling()):
+        _check_lengths(per_entry("lengths", lengths, "Z", "cpu"), length)
     totals = None
     if length is None or not (isinstance(lengths, Tensor) or torch.compiler.is_compiling()):
         totals = per_entry("lengths", lengths, "Z", "cpu").long().clamp(min=0).sum(dim=1)
@@ -64,6 +66,16 @@ def documents(
     number = _numbered(ends[0, :, 1 : 1 + each.shape[1]], length)
     found = _runs(number, number < each.shape[1], causal)
     return with_borders(found.rows, _borders(ends, length), causal) if length else found
+
+
+def _check_lengths(lengths: Tensor, length: int | None) -> None:
+    """Lengths that the host knows; those of a tensor are taken as they fit, because nobody waits for its device."""
+    if lengths.numel() == 0:
+        return
+    if (least := int(lengths.min())) < 0:
+        raise ValueError(f"lengths must be at least 0, got {least}")
+    if length is not None and (most := int(lengths.long().sum(dim=1).max())) > length:
+        raise ValueError(f"lengths must fit into length, {length}, got {most} together")
 
 
 def _ends(lengths: Tensor, length: int, filled: bool) -> Tensor:

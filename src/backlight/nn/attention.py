@@ -14,7 +14,7 @@ from backlight.arguments import check_flag, check_number, check_whole
 from backlight.binding import make_spec
 from backlight.mask import Mask
 from backlight.nn.cache import KVCache
-from backlight.nn.checks import check_cache, check_factory, check_input, check_known, check_positions, held_mask
+from backlight.nn.checks import check_cache, check_factory, check_input, check_known, check_positions, held_mask, remember_owner
 from backlight.nn.rotary import angles, packed_positions, rotate
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -152,6 +152,7 @@ class Attention(nn.Module):
         y = self.out(backlight.attention(q, k, v, **options).transpose(1, 2).flatten(-2))
         if cache is not None and staged is not None:
             cache.commit(staged)
+            remember_owner(self, cache)
         return y
 
     def project(

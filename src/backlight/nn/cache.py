@@ -43,6 +43,9 @@ class KVCache:
         self.capacity = capacity
         self.clear()
 
+    def __repr__(self) -> str:
+        return f"KVCache({self.length} keys seen, {self.kept} kept)"
+
     def clear(self) -> None:
         """Forget everything."""
         self._k: Tensor | None = None

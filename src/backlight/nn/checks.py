@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -21,6 +22,10 @@ class Layer(Protocol):
     dim: int
     qkv: nn.Linear
     spec: AttentionSpec
+
+
+# the layer whose keys a cache holds
+_owners: weakref.WeakKeyDictionary[KVCache, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def check_known(options: Iterable[str], known: Iterable[str]) -> None:
@@ -84,6 +89,16 @@ def check_cache(layer: Layer, cache: Any, cu_seqlens: Tensor | None) -> None:
         raise ValueError("cache must be None with cu_seqlens, got a KVCache: it goes with batched x [B, S, dim]")
     if not layer.spec.causal:
         raise ValueError("cache needs a causal layer: the rows of the past would have to see the new keys")
+    if cache.length and not torch.compiler.is_compiling():
+        owner = _owners.get(cache, lambda: None)()
+        if owner is not None and owner is not layer:
+            raise ValueError("cache must be one of this layer, and it holds keys of another layer: use one cache per layer")
+
+
+def remember_owner(layer: Layer, cache: KVCache) -> None:
+    """The keys of a cache are of this layer. Not written into the cache, which is copied and saved."""
+    if not torch.compiler.is_compiling():
+        _owners[cache] = weakref.ref(layer)
 
 
 def held_mask(mask: Any, seen: int, held: int) -> Mask | None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand
 
 from backlight.command_line import OWN_PROCESS, Interruptible, typed, with_options_of
 from backlight.doctor.command.options import Asked
@@ -21,6 +22,7 @@ from backlight.doctor.command.subjects import own_kernels
 
 # typer carries its own copy of click in some versions, so the base class is reached through typer's public exception
 UsageError: Any = typer.BadParameter.__base__
+Context: Any = TyperCommand.context_class
 
 EPILOG = """Examples: [bold]backlight doctor sdpa --causal[/] | [bold]my_kernel.py:fn --window 95,0 --report out[/] |
 [bold]demo:window+1[/] | [bold]compare old.json new.json[/]. Exit codes: 0 healthy, 1 defect, 2 loss of precision only,
@@ -49,10 +51,22 @@ class DoctorGroup(Interruptible):
             raise
 
 
+class UnnamedContext(Context):
+    """Of a command without a word of its own: usage lines would have two spaces there."""
+
+    @property
+    def command_path(self) -> str:
+        return str(super().command_path).rstrip()
+
+
+class Unnamed(TyperCommand):
+    context_class = UnnamedContext
+
+
 app = typer.Typer(cls=DoctorGroup, add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 
 
-@app.command(epilog=EPILOG)
+@app.command(cls=Unnamed, epilog=EPILOG)
 @with_options_of(Asked)
 def examine(context: typer.Context, words: Asked) -> None:
     """Examine an attention kernel: which quantity goes wrong first, where, and the name of the defect.

@@ -62,7 +62,7 @@ class Asked:
     lengths: Annotated[str | None, INPUTS(metavar="S1,S2,...", help="Packed sequences of these lengths.")] = None
     dtype: Annotated[str, INPUTS(help=", ".join(DTYPES) + ".")] = "bf16"
     recipe: Annotated[
-        str, INPUTS(help="gaussian, peaky (saturated), dominant (a key), low_lse, high_lse, jumps, outliers.")
+        str, INPUTS(help="gaussian, peaky (saturated), dominant (a key), low_lse, high_lse, jumps, rising, falling, outliers.")
     ] = "gaussian"
     seed: Annotated[str, INPUTS(metavar="N", help="Seed of the inputs.")] = "0"
     capture: Annotated[Path | None, INPUTS(help="Replay tensors saved as .pt or .safetensors.")] = None

@@ -89,7 +89,8 @@ def keywords_of(mask: Tensor, query: Tensor, key: Tensor) -> dict[str, Any]:
 
 def check_given(mask: Tensor, query: Tensor, key: Tensor) -> None:
     if not _fits(mask, query, key):
-        known = "padding masks [batch, length], dense masks [batch, head, row, key], intervals [batch, head, 2 or 4, key]"
+        dense = "dense masks [batch, head, row, key] of bool or floats"
+        known = f"padding masks [batch, length], {dense}, intervals [batch, head, 2 or 4, key] of int32"
         raise NotImplementedError(f"{NAME} takes {known}, got a mask of shape {tuple(mask.shape)} and {mask.dtype}")
 
 
