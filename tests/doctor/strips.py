@@ -38,7 +38,7 @@ class Strips:
     # --- forward ----------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def forward(self, q, k, v, *, causal=False, window=None, pair_bias=None):
+    def forward(self, q, k, v, *, causal=False, window=None, pair_bias=None, sink=None):
         o = q.new_zeros(*q.shape[:3], v.shape[3])
         lse = q.new_zeros(q.shape[:3], dtype=torch.float32)
         splits = 2 if self.bug in ("", "statistics by fixed strides") else 1
@@ -51,7 +51,10 @@ class Strips:
                 self.part(see, q[b, h, i].float(), k[b, kv].float(), v[b, kv].float(), span, v.dtype)
                 for span in see.spans(splits)
             ]
-            o[b, h, i], lse[b, h, i] = merge([part[0] for part in parts], [part[1] for part in parts], o.dtype)
+            outs, lses = [part[0] for part in parts], [part[1] for part in parts]
+            if sink is not None:
+                outs, lses = [*outs, torch.zeros_like(outs[0])], [*lses, torch.full_like(lses[0], float(sink[h]))]
+            o[b, h, i], lse[b, h, i] = merge(outs, lses, o.dtype)
         if self.bug == "statistics by fixed strides":
             self.combine(o, lse, q, k, v, causal, window, pair_bias)
         return o, lse
@@ -101,12 +104,13 @@ class Strips:
     # --- backward ---------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def backward(self, do, q, k, v, o, lse, *, causal=False, window=None, pair_bias=None):
+    def backward(self, do, q, k, v, o, lse, *, causal=False, window=None, pair_bias=None, sink=None):
         group, scale = q.shape[1] // k.shape[1], q.shape[3] ** -0.5
         dq = torch.zeros(q.shape)
         # of every query head, summed over groups below
         dk, dv = (torch.zeros(*q.shape[:2], *x.shape[2:]) for x in (k, v))
         dpairs = None if pair_bias is None else torch.zeros(pair_bias.shape)
+        dsink = None if sink is None else torch.zeros(sink.shape)
         for b, h, i in tiles(q):
             kv = h // group
             see = Sight(i, q.shape[2], k.shape[2], causal, window, added(pair_bias, b, h))
@@ -114,10 +118,13 @@ class Strips:
             a, c, d, dy = (x.float() for x in (q[b, h, i], k[b, kv], v[b, kv], do[b, h, i]))
             at = i % REACH if self.bug == "offsets of delta wrap" else i
             delta = (do[b, h, at].float() * o[b, h, at].float()).sum(1)
+            if sink is not None:
+                terms = torch.exp(sink[h].float() - lse[b, h, i]) * delta
+                dsink[h] -= (terms.to(q.dtype).float() if self.bug == "terms of the sink rounded" else terms).sum()
             row = torch.where(lse[b, h, i] == -INF, 0.0, lse[b, h, i])
             p = torch.where(see.seen(j), torch.exp(a @ c.T * scale + see.bias(j) - row[:, None]), 0.0)
             ds = p * (dy @ d.T - delta[:, None])
-            narrow = (ds.to(q.dtype).float() * scale if self.bug == "narrowed before the scale" else ds * scale).to(q.dtype)
+            narrow = (ds * scale).to(q.dtype)
             dq[b, h, i] = narrow.float() @ c
             into = j
             if self.bug == "columns of the list beyond the keys":
@@ -128,7 +135,7 @@ class Strips:
             if dpairs is not None:
                 self.to_pairs(dpairs, b, h, i, ds)
         sums = {"dk": dk.unflatten(1, (-1, group)).sum(2).to(k.dtype), "dv": dv.unflatten(1, (-1, group)).sum(2).to(v.dtype)}
-        found = {"dq": dq.to(q.dtype), **sums, "dpair_bias": dpairs}
+        found = {"dq": dq.to(q.dtype), **sums, "dpair_bias": dpairs, "dsink": dsink}
         return {name: x for name, x in found.items() if x is not None}
 
     def to_pairs(self, whole: Tensor, b: int, h: int, i: Tensor, ds: Tensor) -> None:
