@@ -147,14 +147,14 @@ ENTMAX: dict[str, list[Edit]] = {
 }
 
 # the backend knows y and lse when its tangent is asked for; nu is what its sweep has taken out of ts
-CENTRED = "ty = ty.sub_(rows.e_cast * y) if ty is not rows.w else ty - rows.e_cast * y"
+CENTRED = "ty = ty.sub_(rows.e_cast * mean) if ty is not rows.w else ty - rows.e_cast * mean"
 READ_TK = 'self.tk = keys_of(tangents["k"], slab).to(scores.operand) if "k" in tangents else None'
 READ_TV = 'self.tv = keys_of(tangents["v"], slab).to(self.scores.operand) if "v" in tangents else None'
 TLSE = "(rows.nu + rows.e)"
 
 TANGENTS: dict[str, list[Edit]] = {
-    "tangent-mu-missing": [tangent(CENTRED, "ty = ty + rows.nu * y")],
-    "tangent-mu-sign": [tangent(CENTRED, "ty = ty + (2 * rows.nu + rows.e) * y")],
+    "tangent-mu-missing": [tangent(CENTRED, "ty = ty + rows.nu * mean")],
+    "tangent-mu-sign": [tangent(CENTRED, "ty = ty + (2 * rows.nu + rows.e) * mean")],
     "tangent-lse-sign": [tangent(TLSE, f"{TLSE}.neg()")],
     "tangent-values-missing": [tangent(READ_TV, "self.tv = None")],
     "tangent-weights-fixed": [tangent("add_product_(w[:, part], g, self.v[:, keys])", "pass"), tangent(CENTRED, "pass")],

@@ -97,7 +97,10 @@ WORDS: list[tuple[str, str]] = [
     # words of a list
     ("sdpa --dtype int8", "--dtype must be one of bf16, fp16, fp32, fp64, got 'int8'"),
     ("sdpa --dtype BF16", "--dtype must be one of bf16, fp16, fp32, fp64, got 'BF16'"),
-    ("sdpa --recipe cake", "--recipe must be one of gaussian, peaky, dominant, low_lse, high_lse, jumps, outliers, got 'cake'"),
+    (
+        "sdpa --recipe cake",
+        "--recipe must be one of gaussian, peaky, dominant, low_lse, high_lse, jumps, rising, falling, outliers, got 'cake'",
+    ),
     ("sdpa --level deep", "--level must be one of quick, full, forensic, adversarial, got 'deep'"),
     ("sdpa --layout SBHD", "--layout must be one of auto, BHSD, BSHD, packed, got 'SBHD'"),
     # devices
