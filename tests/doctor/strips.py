@@ -124,7 +124,7 @@ class Strips:
             row = torch.where(lse[b, h, i] == -INF, 0.0, lse[b, h, i])
             p = torch.where(see.seen(j), torch.exp(a @ c.T * scale + see.bias(j) - row[:, None]), 0.0)
             ds = p * (dy @ d.T - delta[:, None])
-            narrow = (ds * scale).to(q.dtype)
+            narrow = (ds.to(q.dtype).float() * scale if self.bug == "narrowed before the scale" else ds * scale).to(q.dtype)
             dq[b, h, i] = narrow.float() @ c
             into = j
             if self.bug == "columns of the list beyond the keys":
