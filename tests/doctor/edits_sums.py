@@ -40,6 +40,10 @@ SUMS: dict[str, list[Edit]] = {
         Edit("primitives", RETURN_MASKED, "return self.mask_(s2, tile).masked_fill_(s2 == -math.inf, 0)"),
     ],
     "rescale-missing": [forward(RESCALE, "")],
+    "divided-per-tile": [
+        forward(ADD, ADD + "            acc_part.div_(l_part.masked_fill(l_part == 0, 1))\n"),
+        forward("acc.div_(l.masked_fill(l == 0, 1))", "acc"),
+    ],
     "merge-weights": [forward(RESCALE + ADD, AVERAGE), forward("acc.div_(l.masked_fill(l == 0, 1))", "acc")],
     "bias-other-head": [Edit("primitives", TABLE, OTHER_TABLE)],
     "bias-read-backward": [Edit("primitives", TABLE, OTHER_TABLE, BACKWARD)],

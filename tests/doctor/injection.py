@@ -119,7 +119,29 @@ class BiasOfDistanceJMinusI:
         return replace(call, bias=call.bias[:, :1].contiguous())
 
 
-WRAPPERS: dict[str, Callable[[], Any]] = {"bias-mirrored": BiasOfDistanceJMinusI}
+class HalvesOfTheKeys:
+    """Two halves of the keys merged by a second kernel, which takes [split, batch, head, row] for [batch, head, split, row]."""
+
+    def __init__(self) -> None:
+        self.run_forward, self.run_backward = TiledBackend.forward, TiledBackend.backward
+
+    def forward(self, backend, call, save_u):
+        half = call.k.shape[2] // 2
+        found = []
+        for keys in (slice(None, half), slice(half, None)):
+            part = replace(call, k=call.k[:, :, keys], v=call.v[:, :, keys], _segments=None)
+            found.append(self.run_forward(backend, part, save_u))
+        kept = torch.stack([lse for _, lse, *_ in found])
+        own = kept.flatten().view(*kept.shape[1:3], 2, kept.shape[3])
+        lse = own.logsumexp(2)
+        y = sum(torch.exp(own[:, :, n] - lse)[..., None] * each[0].float() for n, each in enumerate(found))
+        return y.to(call.output_dtype), lse, *found[0][2:]
+
+    def backward(self, backend, *given):
+        return self.run_backward(backend, *given)
+
+
+WRAPPERS: dict[str, Callable[[], Any]] = {"bias-mirrored": BiasOfDistanceJMinusI, "merge-elsewhere": HalvesOfTheKeys}
 
 
 # --- the mechanism -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
-"""Bugs that public attention kernels had, each as one line of `tiles`, `tiles_packed` or `slabs`: what the doctor says.
+"""Bugs that public attention kernels had, each as one line of `tiles`, `tiles_packed`, `slabs` or `strips`.
 
-The answers were written down before the doctor was asked. `docs/doctor.md` has the table, with links; a test holds it.
+What the doctor says of each; the answers were written down before it was asked. `docs/doctor.md` has the table, with links; a
+test holds it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from wild_again import AGAIN
 from wild_held_out import HELD_OUT
 from wild_packed import PACKED
 from wild_slabs import SLABS
+from wild_strips import STRIPS
 
 from backlight import doctor
 from backlight.spec import AttentionSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
-WILD = FIRST | AGAIN | PACKED | SLABS | HELD_OUT
+WILD = FIRST | AGAIN | PACKED | SLABS | HELD_OUT | STRIPS
 
 
 def table() -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
-from tiles import TILE, Options, Tiles, tiles_of
+from tiles import TILE, Options, Tiles, store, tiles_of
 from torch import Tensor
 
 
@@ -21,11 +21,26 @@ class PackedTiles(Tiles):
     def forward(self, q, k, v, cu_seqlens_q, cu_seqlens_k, *, causal=False, window=None):
         out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
         for rows, keys in self._sequences(cu_seqlens_q, cu_seqlens_k):
+            if self.bug == "no keys, stored elsewhere" and keys.start == keys.stop:
+                continue
             a, b, c, o = sequence(q, rows), sequence(k, keys), sequence(v, keys), sequence(out, rows)
             options = self._of(a, b, c, causal, window, cu_seqlens_q, cu_seqlens_k)
             for _, h, i0 in tiles_of(a):
                 self._forward(options, a, b, c, None, None, o, lse[None, :, rows], 0, h, i0)
+        if self.bug == "no keys, stored elsewhere":
+            self._without_keys(out, lse, cu_seqlens_q, cu_seqlens_k)
         return out, lse
+
+    def _without_keys(self, out: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
+        """o and lse of sequences without keys, of programs that end early; lse as if it were [B, H, S]."""
+        longest = int(cu_q.diff().max())
+        for number, (rows, keys) in enumerate(self._sequences(cu_q, cu_k)):
+            if keys.start == keys.stop:
+                out[rows] = 0
+                for h in range(len(lse)):
+                    i = torch.arange(rows.stop - rows.start)
+                    at = (number * len(lse) + h) * longest + i
+                    store(lse, at, torch.full(i.shape, -torch.inf), torch.ones_like(i, dtype=torch.bool))
 
     def _sequences(self, cu_q: Tensor, cu_k: Tensor) -> Iterator[tuple[slice, slice]]:
         at = list(zip(cu_q.tolist(), cu_k.tolist(), strict=True))
@@ -62,6 +77,8 @@ class PackedTiles(Tiles):
             at = padded(number, rows, TILE)
             saved = [x[None, :, at:] for x in (kept, delta)]
             place = rows if self.bug != "dq of each at the first" else slice(0, rows.stop - rows.start)
+            if self.bug == "no rows, nothing stored" and options.sq == 0:
+                continue
             for _, h, i0 in tiles_of(a):
                 self._dq(options, dy, a, b, c, *saved, None, None, sequence(dq, place), None, None, 0, h, i0)
             parts = [x.new_empty(1, q.shape[1], *x.shape[2:], dtype=torch.float32) for x in (b, c)]

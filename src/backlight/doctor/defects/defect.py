@@ -120,8 +120,17 @@ def several_batches(call: Call) -> bool:
     return call.q.shape[0] > 1
 
 
+def unpacked(call: Call) -> bool:
+    return not call.varlen
+
+
 def packed(call: Call) -> bool:
     return call.varlen and len(call.segments()) > 1
+
+
+def keys_everywhere(call: Call) -> bool:
+    """Whether there is a key in every segment, so that there is a largest score."""
+    return all(segment.sk for segment in call.segments())
 
 
 def has(term: str) -> Callable[[Call], bool]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from backlight.call import Call
-from backlight.doctor.defects.defect import CAUSAL_TILES, Defect, always
+from backlight.doctor.defects.defect import CAUSAL_TILES, Defect, always, keys_everywhere
 from backlight.doctor.defects.mutants import Mutant
 
 # below this a sum in fp32 has lost half of its digits
@@ -90,7 +90,7 @@ def merged(guarded: bool) -> Mutant:
 
 
 def _plain(call: Call) -> bool:
-    return call.sink is None and call.tau is None
+    return call.sink is None and call.tau is None and keys_everywhere(call)
 
 
 _maximum = partial(Defect, family="lse", needs=_plain)

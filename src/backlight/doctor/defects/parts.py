@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from backlight.call import Call
-from backlight.doctor.defects.defect import CAUSAL, Defect
+from backlight.doctor.defects.defect import CAUSAL, Defect, keys_everywhere
 from backlight.doctor.defects.mutants import Mutant, Stages
 from backlight.doctor.defects.rescaling import lengths_of_parts
 from backlight.reference import STAGES
@@ -67,7 +67,7 @@ def updated(length: int, detail: str) -> Mutant:
 
 
 def _plain(call: Call) -> bool:
-    return call.sink is None and call.tau is None and call.entmax is None
+    return call.sink is None and call.tau is None and call.entmax is None and keys_everywhere(call)
 
 
 DEFECTS = [

@@ -57,6 +57,17 @@ PROBED: dict[str, Defect] = {
             severity="precision",
         ),
         Defect(
+            "dsink-rounded",
+            "terms of dsink are rounded to 16 bits before they are summed: errors of rows add up",
+            "sink weight times delta is formed, or stored, in 16 bits, row by row, and the sum is taken afterwards",
+            "dsink",
+            "right on ordinary inputs; where all terms are rounded to the same side dsink is off by as much as each of them",
+            "Keep the terms, or the whole sum, in fp32: dsink must be right to 1e-5 on these inputs.",
+            family="precision",
+            confirm="terms that are all rounded up",
+            severity="precision",
+        ),
+        Defect(
             "sum-drifts",
             "o drifts with the number of keys: its sum is not kept in fp32",
             "the running sum of p v is kept in 16 bits or fewer, so small terms vanish beside a large sum",

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from backlight.call import Call
 from backlight.doctor.defects.defect import Defect
 from backlight.doctor.defects.loops import Cells, dk_without, dq_without, dv_without, shown, without
 from backlight.doctor.defects.mutants import BACKWARD_HALF, FORWARD_HALF, Mutant, Outputs, in_both_halves, showing
@@ -111,6 +112,16 @@ READ: dict[str, Defect] = {
             confirm="orthogonal probes, and a mutant that has this delta",
         ),
         Defect(
+            "part-zero",
+            "{detail} is 0, where it must not be: nobody computes it, or all of it is masked",
+            "a grid or a loop does not reach some heads, rows or keys, and the buffer was cleared before",
+            "o",
+            "whole rows are exactly 0, bit for bit; the others are right",
+            "Fill the output with a number before the call: it must still be there, or the kernel stores 0 itself.",
+            family="tails",
+            confirm="which rows are exactly 0, and a mutant that has 0 there",
+        ),
+        Defect(
             "dp-channels",
             "{detail}: dp = dO vT is a sum over the others alone",
             "the loop over the channels of v ends early, or a part of v is masked",
@@ -150,6 +161,10 @@ def named(name: str, mutants: Iterable[Mutant]) -> Defect:
     """An entry with the mutants of one reading."""
     found = list(mutants)
     return replace(READ[name], variants=lambda call: found)
+
+
+def at_stage(entry: Defect, stage: str) -> Defect:
+    return replace(entry, stage=stage)
 
 
 def lost_forward(cells: Cells, detail: str) -> list[Mutant]:
@@ -211,6 +226,21 @@ def other_delta(take: Callable[[Tensor], Tensor], detail: str) -> list[Mutant]:
         return other_delta if dlse is None else other_delta - dlse
 
     return [Mutant(borrowed=borrowed, backward={"delta": delta}, detail=detail)]
+
+
+def zero_in(masks: Mapping[str, Tensor], detail: str) -> list[Mutant]:
+    """Outputs that are 0 in some rows, [B, H, S] by name: as they are returned, or as the backward reads them too."""
+
+    def cleared(outputs: Outputs, call: Call) -> Outputs:
+        changed = {}
+        for name, mask in masks.items():
+            if name in outputs:
+                x = outputs[name]
+                changed[name] = x.masked_fill(mask if x.dim() == 3 else mask[..., None], 0)
+        return outputs | changed
+
+    returned = Mutant(finish=cleared, detail=detail)
+    return [returned, Mutant(finish=cleared, saved=cleared, detail=detail)] if {"y", "lse"} & set(masks) else [returned]
 
 
 def without_channels(channels: tuple[int, ...], detail: str) -> list[Mutant]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backlight.call import Call
-from backlight.doctor.defects.defect import CAUSAL, Defect
+from backlight.doctor.defects.defect import CAUSAL, Defect, keys_everywhere
 from backlight.doctor.defects.mutants import Mutant
 from backlight.spec import LN2, LOG2E
 
@@ -185,7 +185,7 @@ def centred(length: int, detail: str) -> Mutant:
 
 
 def _plain(call: Call) -> bool:
-    return call.sink is None and call.tau is None and call.entmax is None
+    return call.sink is None and call.tau is None and call.entmax is None and keys_everywhere(call)
 
 
 _rescaling = partial(Defect, family="lse", needs=_plain, of_forward=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from backlight.doctor.report.model import FORWARD_MODE, Picture, Probe, StageRow
-from backlight.doctor.steps import convention, exact, hard_inputs, rounding, tomography
+from backlight.doctor.steps import convention, exact, hard_inputs, range_of_ds, rounding, sink_terms, tomography
 from backlight.doctor.steps.bench import Bench
 from backlight.doctor.steps.compare import compare, judged
 from backlight.doctor.steps.explain import explain
@@ -28,13 +28,15 @@ NAMES: dict[Callable[..., None], str] = {
     hard_inputs.run: "hard inputs",
     hard_inputs.far_below: "far scores",
     rounding.run: "ties and growth",
+    sink_terms.run: "terms of dsink",
+    range_of_ds.run: "range of ds",
 }
 
 
 def run(sheet: Sheet, bench: Bench) -> None:
     """Adds probes, stage rows, pictures and findings to the sheet."""
-    steps: list[Callable[[Sheet, Bench], None]] = [_tomography, _exact, _through_lse, hard_inputs.run, hard_inputs.far_below]
-    steps.append(rounding.run)
+    steps: list[Callable[[Sheet, Bench], None]] = [_tomography, _exact, _through_lse, sink_terms.run, hard_inputs.run]
+    steps += [hard_inputs.far_below, rounding.run, range_of_ds.run]
     if sheet.problem.arithmetic is not None:
         # these read results that were rounded to 16 bits, no coarser
         steps = [step for step in steps if step not in (_tomography, _exact, hard_inputs.far_below)]

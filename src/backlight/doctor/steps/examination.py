@@ -31,6 +31,7 @@ from backlight.doctor.steps import (
     signed,
     usable,
     verdict,
+    zeros,
 )
 from backlight.doctor.steps.bench import Bench
 from backlight.doctor.steps.compare import TRUTH_OF, Comparison, compare, judged
@@ -331,6 +332,8 @@ class Examination(Sheet):
             return None
         before = len(self.findings)
         found = self._explain(left.known, left.comparisons, left.laws, remains)
+        if len(self.findings) == before and not remains.partial:
+            self._name_nonfinite([c for c in left.comparisons.values() if bool(c.nonfinite.any())])
         for finding in self.findings[before:]:
             finding.evidence.insert(0, f"this remains {remains.words}")
             # what spoils a run comes first, whatever else is wrong
@@ -387,12 +390,13 @@ class Examination(Sheet):
         if smaller is not None:
             problem, seen, cs = smaller
             self.notes.append(f"explained on a smaller problem of the same kind: {tuple(problem.call.q.shape)}")
-            return explain(problem, seen, cs, self._known()), problem, seen, cs, identities(problem, seen)
-        return explain(self.problem, values, comparisons, self._known()), self.problem, values, comparisons, laws
+            return explain(problem, seen, cs, self._known(seen, problem)), problem, seen, cs, identities(problem, seen)
+        known = self._known(values, self.problem)
+        return explain(self.problem, values, comparisons, known), self.problem, values, comparisons, laws
 
-    def _known(self) -> tuple[Defect, ...]:
+    def _known(self, values: Mapping[str, Tensor], problem: Problem) -> tuple[Defect, ...]:
         """The catalogue, and after it what was read off this kernel: of two that fit alike the one with a cause comes first."""
-        return (*OF_VALUES, *self.read.defects)
+        return (*OF_VALUES, *self.read.defects, *zeros.read(values, problem))
 
     def _smaller(self) -> tuple[Problem, dict[str, Tensor], dict[str, Comparison]] | None:
         """The first positions of a few heads, if the defect shows there too."""
@@ -419,7 +423,11 @@ class Examination(Sheet):
         """Values that are not finite are a finding of their own, unless another finding already explains them."""
         wrong = [c for c in comparisons.values() if bool(c.nonfinite.any())]
         # an input read with other strides makes no NaN in a run that it does not spoil
-        if not wrong or any(f.score >= 100 and f.id not in MISREAD for f in self.findings):
+        if not any(f.score >= 100 and f.id not in MISREAD for f in self.findings):
+            self._name_nonfinite(wrong)
+
+    def _name_nonfinite(self, wrong: list[Comparison]) -> None:
+        if not wrong:
             return
         first = min(wrong, key=lambda c: verdict.ORDER.index(c.name))
         where, lines = verdict.worst_cell(first), [f"{c.name}: {c.nonfinite_words}" for c in wrong]

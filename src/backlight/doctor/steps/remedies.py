@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from backlight.doctor.report.model import Finding, Probe
+from backlight.doctor.steps import convention
 from backlight.doctor.steps.bench import Bench
 from backlight.doctor.steps.compare import TRUTH_OF, compare, judged
 from backlight.doctor.steps.fresh import MEMORY
@@ -75,10 +76,12 @@ def _zeroed(finding: Finding, bench: Bench) -> Remains:
             follows = ~((runs[0][name] == runs[1][name]) & (runs[1][name] == x))
             # a kernel that is not repeatable differs a little everywhere, and that is no memory
             follows &= ~torch.isclose(runs[0][name].double(), x.double(), rtol=1e-2, atol=0.0)
-            values[name] = torch.where(follows, truth[key].to(x.dtype), x)
-            if name == "lse" and bool(follows.any()):
+            right = truth[key]
+            if name == "lse":
                 # in units of the kernel's own
-                del values[name]
+                a, b = convention.fit(x.masked_fill(follows, torch.nan), right)
+                right = a * right + b
+            values[name] = torch.where(follows, right.to(x.dtype), x)
     return Remains(finding, "with fresh memory set to 0 and what it decides left out", values)
 
 
