@@ -84,6 +84,16 @@ def test_what_tma_reads(view: Any, readable: bool) -> None:
         launch.tile_descriptor(tensor, 64, 64, ragged=False)
 
 
+def test_copies_are_readable() -> None:
+    given = torch.arange(4 * 64 * 64 + 1, dtype=torch.float16)
+    contiguous = given[1:].view(1, 4, 64, 64)
+    for tensor in (contiguous, contiguous.transpose(2, 3), contiguous[:, :, :1].expand(-1, -1, 64, -1)):
+        copy = launch.readable(tensor)
+        assert launch.tma_reads(copy)
+        assert torch.equal(copy, tensor)
+    assert launch.readable(copy) is copy
+
+
 # --- launches ----------------------------------------------------------------------------------------------------------------
 
 
