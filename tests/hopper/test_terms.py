@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -89,6 +91,18 @@ def test_case(case: Case, late: bool) -> None:
 @pytest.mark.parametrize("case", TILES, ids=case_id)
 def test_tiles(case: Case, late: bool) -> None:
     examine(case, late)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_capped_scores_beside_hidden_ones_that_are_no_numbers(d: int) -> None:
+    """Every thread holds some: what a warp then takes for its largest score must not make a short series of the others."""
+    call = Case("hidden", b=1, hq=1, hkv=1, sq=128, sk=128, d=d, causal=True, softcap=0.5).make(FP16).call
+    spoilt = call.k.clone()
+    spoilt[:, :, 31::32] = torch.nan
+    with emulator.emulated(forward):
+        clean, found = (forward.forward(replace(call, k=k, _segments=None)) for k in (call.k, spoilt))
+    for got, wanted in zip(found[:2], clean[:2], strict=True):
+        assert torch.equal(got[:, :, :31], wanted[:, :, :31])
 
 
 # --- what is broken is noticed -----------------------------------------------------------------------------------------------
