@@ -105,6 +105,19 @@ def test_capped_scores_beside_hidden_ones_that_are_no_numbers(d: int) -> None:
         assert torch.equal(got[:, :, :31], wanted[:, :, :31])
 
 
+@pytest.mark.parametrize("tau", [None, (-0.7,)], ids=["softmax", "elastic"])
+def test_a_bias_of_minus_infinity_hides_keys(tau: tuple[float] | None) -> None:
+    """Whole blocks of them too, and all keys of a row, where nothing else hides any."""
+    call = Case("hiding", b=1, hq=1, hkv=1, sq=128, sk=256, d=64, bias=400, bias_origin=200, tau=tau).make(FP16).call
+    assert call.bias is not None
+    call.bias[:, 60:340] = -torch.inf
+    with emulator.emulated(forward):
+        y, lse, *_ = forward.forward(call)
+    verdict = judge(call, None, None, {"y": y, "lse": lse})
+    assert verdict.ok, str(verdict)
+    assert 0 < lse.isinf().sum() < lse.numel()
+
+
 # --- what is broken is noticed -----------------------------------------------------------------------------------------------
 
 BIAS = {"causal": True, "bias": 60}
