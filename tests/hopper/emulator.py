@@ -75,7 +75,7 @@ _PTX = {
     "rcp.approx.ftz.f32": np.reciprocal,
     "selp.f32": lambda a, b, p: np.where(p, a, b),
     "setp.eq.f32": np.equal,
-    "setp.gt.f32": np.greater,
+    "setp.gtu.f32": lambda a, b: ~np.less_equal(a, b),
     "setp.le.f32": np.less_equal,
     "setp.neu.f32": np.not_equal,
     "sub.f32": np.subtract,

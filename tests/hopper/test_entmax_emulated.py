@@ -44,6 +44,7 @@ TILES = (
     Case("sharp,1.25", b=1, hq=1, hkv=1, sq=330, sk=330, d=64, causal=True, logits=8.0, entmax=1.25),
     Case("ties", b=1, hq=2, hkv=1, sq=200, sk=330, d=64, logits=0.0, entmax=1.5),
     Case("low", b=1, hq=1, hkv=1, sq=200, sk=330, d=64, causal=True, logit_shift=-120.0, entmax=1.5),
+    Case("steep", b=1, hq=1, hkv=1, sq=64, sk=330, d=64, falling=-4.0, entmax=1.5),
     Case("window", b=1, hq=2, hkv=1, sq=500, sk=500, d=64, window=(140, 70), entmax=1.5),
     Case("window,narrow", b=1, hq=1, hkv=1, sq=420, sk=420, d=64, window=(10, 0), entmax=1.5),
     Case("self only", b=1, hq=1, hkv=1, sq=200, sk=200, d=64, window=(0, 0), entmax=1.5),

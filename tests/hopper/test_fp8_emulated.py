@@ -107,6 +107,14 @@ def agree(call: Call, late: bool, most: float = 1e-3) -> None:
         assert float((lse.double() - lse_wanted)[seen].abs().max()) < most
 
 
+def test_a_bias_of_minus_infinity_hides_keys() -> None:
+    """Whole blocks of them too, where nothing else hides any."""
+    q, k, v = (drawn(1, 1, rows, 64, seed=n).half() for n, rows in enumerate((128, 256, 256)))
+    bias = drawn(1, 400, seed=4)
+    bias[:, 100:330] = -torch.inf
+    agree(call_of(q, k + 1, v, bias=bias, bias_origin=200), True, 5e-3)
+
+
 def inputs(d: int) -> list[Tensor]:
     shapes = (HEADS, ROWS), (1, COLUMNS), (1, COLUMNS)
     return [drawn(1, h, s, d, seed=n).half() for n, (h, s) in enumerate(shapes)]

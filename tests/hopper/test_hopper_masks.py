@@ -22,7 +22,7 @@ from backlight.backends.hopper import BACKEND, config
 from backlight.backends.hopper.backward import dq_convert, dq_rows, host, key_tiles, loader, prepass
 from backlight.backends.hopper.backward import launch as backward
 from backlight.backends.hopper.backward.narrow import loader as narrow_loader
-from backlight.backends.hopper.config import ForwardConfig
+from backlight.backends.hopper.config import BackwardConfig, ForwardConfig
 from backlight.backends.hopper.forward import host as forward
 from backlight.backends.intervals.tiles import LiveTiles, live_tiles
 from backlight.call import Call
@@ -199,6 +199,13 @@ def test_what_masks_do_not_go_together_with(options: dict[str, Any], word: str) 
 def test_deterministic_masks_are_refused() -> None:
     call = replace(Case("deterministic", mask="run", d=64).make(FP16).call, deterministic=True, _segments=None)
     assert "a mask by row intervals together with deterministic" in BACKEND.why_not(call)
+
+
+def test_a_split_that_is_forced_is_not_wrong_in_silence() -> None:
+    rows, sq, sk, d, _, options = PROBLEMS["documents"]
+    call, dy = call_of(rows, sq, sk, d, **options)
+    with override("hopper.backward", BackwardConfig(64, 128, split=True)), pytest.raises(AssertionError, match="owns rows"):
+        examine("split", call, dy, None, late=False)
 
 
 # bytes of the backward, none elsewhere; at D = 256 as many as without a mask (test_compiled.py), which Triton 3.9 comes near.

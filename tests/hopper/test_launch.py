@@ -84,6 +84,16 @@ def test_what_tma_reads(view: Any, readable: bool) -> None:
         launch.tile_descriptor(tensor, 64, 64, ragged=False)
 
 
+def test_copies_are_readable() -> None:
+    given = torch.arange(4 * 64 * 64 + 1, dtype=torch.float16)
+    contiguous = given[1:].view(1, 4, 64, 64)
+    for tensor in (contiguous, contiguous.transpose(2, 3), contiguous[:, :, :1].expand(-1, -1, 64, -1)):
+        copy = launch.readable(tensor)
+        assert launch.tma_reads(copy)
+        assert torch.equal(copy, tensor)
+    assert launch.readable(copy) is copy
+
+
 # --- launches ----------------------------------------------------------------------------------------------------------------
 
 
@@ -268,6 +278,10 @@ def test_key_heads_together() -> None:
     assert [config.keys_together(call, config.BackwardConfig(64, 128), few=True) for call in uneven] == [5, 7, 8]
     q, k = torch.zeros(1, 32, 8192, 128, dtype=torch.float16), torch.zeros(1, 4, 8192, 128, dtype=torch.float16)
     assert config.keys_together(Call(AttentionSpec(causal=True), q, k, k), config.BackwardConfig(64, 128)) == 2
+    # more packed sequences than rows
+    one, cu = call_of((1, 2, 1, 64)).q, torch.tensor([0, 0, 1], dtype=torch.int32)
+    packed = Call(AttentionSpec(), one, one, one, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    assert config.keys_together(packed, config.BackwardConfig(128, 128)) == 2
 
 
 @pytest.mark.parametrize("dbias", [False, True], ids=["", "dbias"])

@@ -30,6 +30,7 @@ CASES = (
     Case("causal,sq=213,sk=150", b=1, hq=1, hkv=1, sq=213, sk=150, d=64, causal=True),
     Case("window", b=1, hq=1, hkv=1, sq=300, sk=300, d=32, window=(70, 30)),
     Case("packed", hq=2, hkv=1, lengths_q=(130, 1, 0, 70), d=32, causal=True),
+    Case("packed,no keys", hq=1, hkv=1, lengths_q=(70, 65), lengths_k=(0, 90), d=32),
     Case("d=128", b=1, hq=1, hkv=1, sq=140, sk=140, d=128, causal=True),
     Case("d=96,dv=72", b=1, hq=1, hkv=1, sq=70, sk=140, d=96, dv=72),
 )

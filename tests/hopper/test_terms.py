@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -89,6 +91,31 @@ def test_case(case: Case, late: bool) -> None:
 @pytest.mark.parametrize("case", TILES, ids=case_id)
 def test_tiles(case: Case, late: bool) -> None:
     examine(case, late)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_capped_scores_beside_hidden_ones_that_are_no_numbers(d: int) -> None:
+    """Every thread holds some: what a warp then takes for its largest score must not make a short series of the others."""
+    call = Case("hidden", b=1, hq=1, hkv=1, sq=128, sk=128, d=d, causal=True, softcap=0.5).make(FP16).call
+    spoilt = call.k.clone()
+    spoilt[:, :, 31::32] = torch.nan
+    with emulator.emulated(forward):
+        clean, found = (forward.forward(replace(call, k=k, _segments=None)) for k in (call.k, spoilt))
+    for got, wanted in zip(found[:2], clean[:2], strict=True):
+        assert torch.equal(got[:, :, :31], wanted[:, :, :31])
+
+
+@pytest.mark.parametrize("tau", [None, (-0.7,)], ids=["softmax", "elastic"])
+def test_a_bias_of_minus_infinity_hides_keys(tau: tuple[float] | None) -> None:
+    """Whole blocks of them too, and all keys of a row, where nothing else hides any."""
+    call = Case("hiding", b=1, hq=1, hkv=1, sq=128, sk=256, d=64, bias=400, bias_origin=200, tau=tau).make(FP16).call
+    assert call.bias is not None
+    call.bias[:, 60:340] = -torch.inf
+    with emulator.emulated(forward):
+        y, lse, *_ = forward.forward(call)
+    verdict = judge(call, None, None, {"y": y, "lse": lse})
+    assert verdict.ok, str(verdict)
+    assert 0 < lse.isinf().sum() < lse.numel()
 
 
 # --- what is broken is noticed -----------------------------------------------------------------------------------------------

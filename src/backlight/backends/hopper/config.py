@@ -341,7 +341,7 @@ def keys_together(call: Call, config: BackwardConfig | SecondConfig, few: bool =
     total = call.k.shape[0] * call.k.shape[1]
     width = padded(call.q.shape[-1])
     head = rows_of(call) * (2 * (width + padded(call.v.shape[-1])) + 4 * width) * min(call.group, 2)
-    limit = TOGETHER if call.spec.left is not None or few else max(1, min(TOGETHER, L2 // head))
+    limit = TOGETHER if call.spec.left is not None or few else max(1, min(TOGETHER, L2 // max(1, head)))
     limit = config.together or (limit if is_masked(call) or call.varlen else 1)
     return max(n for n in range(1, min(limit, total) + 1) if total % n == 0)
 

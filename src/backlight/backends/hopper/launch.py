@@ -55,7 +55,8 @@ def tma_reads(tensor: Tensor) -> bool:
 
 def readable(tensor: Tensor) -> Tensor:
     """The tensor, or a copy where TMA cannot read it in place."""
-    return tensor if tma_reads(tensor) else tensor.contiguous()
+    # contiguous memory may begin anywhere, and `contiguous` gives it back
+    return tensor if tma_reads(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 @cache

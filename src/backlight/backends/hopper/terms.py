@@ -93,7 +93,8 @@ def _cap_ptx(n: int, whole: bool) -> str:
 
     def unless(limit: float, label: str) -> list[str]:
         vote = "vote.sync.any.pred beyond, beyond, 0xffffffff;"
-        return [f"setp.gt.f32 beyond, z, {_bits(limit * limit)};", vote, f"@beyond bra {label};"]
+        # beyond is also what is no number, of a key that a mask hides: what stands beside it may be large
+        return [f"setp.gtu.f32 beyond, z, {_bits(limit * limit)};", vote, f"@beyond bra {label};"]
 
     def leave(first: int) -> list[str]:
         if whole:

@@ -154,6 +154,7 @@ def raised_bound(bound, f, w, top, e, ENTMAX: gl.constexpr):
         t += gl.maximum(newton(both, fall, rooted(both, e, ENTMAX)), 0.0)
     both, fall = both_lines(had, bound.slope, h, s, t, e, ENTMAX)
     line, slope = line_of(both, fall, e, ENTMAX)
-    new = known == 0
+    # where lift is large, rounding may leave their sum below what u is held by
+    theta = gl.maximum(gl.where(known, base + lift + t, -INF), top - 1)
     one = gl.where(top > -INF, 1.0, 0.0)
-    return Bound(gl.where(new, top - 1, base + lift + t), gl.where(new, one, line), gl.where(new, one, slope))
+    return Bound(theta, gl.where(known, line, one), gl.where(known, slope, one))

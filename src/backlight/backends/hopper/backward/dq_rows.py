@@ -304,6 +304,7 @@ def _dq_kernel(
 
 def split_dq(launch: Launch, rows: Rows, dq: Tensor) -> None:
     call, block = launch.call, BM.value
+    assert call.rows is call.entmax is None, "the kernel that owns rows knows no lists of blocks to visit"
     config = launch.once("dq", lambda: dq_config(call))
     cu_q, cu_k, first_tiles, n_segments = launch.packing(call.cu_seqlens_q, block)
     packing, terms = Packing(cu_q, cu_k, first_tiles, rows.first_tiles), Terms(launch.table, launch.tau)

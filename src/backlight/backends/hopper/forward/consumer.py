@@ -206,7 +206,7 @@ def normalised(p, o, inverse):
     """Sums of rows weighed by p, divided by the sums of p."""
     inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout), assert_trivial=True), 1)
     o = o * inverse
-    if p.V.MASKED:
+    if p.V.MASKED or p.V.BIAS:
         # rows without a visible key: their sum is 0, and o may be 0 * inf
         o = gl.where(inverse == INF, 0.0, o)
     return o

@@ -26,6 +26,8 @@ from backlight.backends.intervals.kernels import FIRST, HOLE
 
 # in the place of +inf where it stands in a difference: 2^127, which fp32 holds exactly
 LARGEST = gl.constexpr(1.7014118346046923e38)
+# in the place of -inf: below all scores, and finite in whatever units
+LOWEST = gl.constexpr(-(2.0**100))
 
 
 @gluon.jit
@@ -170,6 +172,11 @@ def first_sums(p, head, s_l: gl.constexpr):
     if p.V.SINK:
         row_max = gl.full([WM], sink_maximum(p, head), gl.float32, gl.SliceLayout(1, s_l))
         row_sum = sink_sums(row_sum)
+    if p.V.BIAS and not p.V.MASKED:
+        # a bias of -inf may hide all keys of the first blocks: no look at a maximum expects that where there is no mask
+        if p.V.SINK:
+            row_sum = row_sum * gl.where(sink_maximum(p, head) == -INF, 0.0, 1.0)
+        row_max = gl.maximum(row_max, LOWEST)
     return row_max, row_sum
 
 

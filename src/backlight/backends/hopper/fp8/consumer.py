@@ -234,7 +234,7 @@ def write_piece(p, o, inverse, kv_head, turn, NUMBER: gl.constexpr, W: gl.conste
     v_scale = gl.load(p.scales.v_ptr + kv_head * p.V.D + NUMBER * WIDTH + columns)
     inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout), assert_trivial=True), 1)
     o = o * inverse * gl.expand_dims(v_scale, 0)
-    if p.V.MASKED:
+    if p.V.MASKED or p.V.BIAS:
         # rows without a visible key: total is 0, and o may be 0 * inf
         o = gl.where(inverse == INF, 0.0, o)
     if NUMBER == 0:

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from backlight.backends.hopper.forward.ring import release, ring_stage
-from backlight.backends.hopper.forward.scores import at_edge, hide, hide_by_entry, read_entry
+from backlight.backends.hopper.forward.scores import LOWEST, at_edge, hide, hide_by_entry, read_entry
 from backlight.backends.hopper.primitives import INF, WM, row_sum_layout, stage_of
 from backlight.backends.hopper.terms import LOG2E, bias_tile, cap_whole, sink_sums
 
@@ -140,6 +140,8 @@ def first_sums(p, view, head):
         weight = gl.where(row_max == -INF, 0.0, gl.exp2(sink - row_max + HEADROOM))
         weight = gl.convert_layout(weight, gl.SliceLayout(1, row_sum.type.layout), assert_trivial=True)
         row_sum = sink_sums(row_sum) * gl.expand_dims(weight, 1)
+    if p.V.BIAS and not p.V.MASKED:
+        row_max = gl.maximum(row_max, LOWEST)
     return row_max, row_sum
 
 

@@ -166,7 +166,11 @@ def mean_of_block(p, view, p32, ts, block):
     """nu from a block whose weights may all be 0, hidden or beyond the range of fp32: then the plain mean of its keys."""
     row_l: gl.constexpr = gl.SliceLayout(1, p32.type.layout)
     columns = gl.arange(0, p.V.BN, gl.SliceLayout(0, p32.type.layout))
-    exists = before(gl.zeros([WM], gl.int32, row_l) + (view.sk - block * p.V.BN), columns)
+    keys = view.sk
+    if p.V.VARLEN:
+        # of a sequence without keys, the mean of one that is 0
+        keys = gl.maximum(keys, 1)
+    exists = before(gl.zeros([WM], gl.int32, row_l) + (keys - block * p.V.BN), columns)
     weight = gl.where(exists, p32 + 2.0**-100, 0.0)
     return gl.sum(weight * ts, 1) * p.scale.unit / gl.sum(weight, 1)
 
