@@ -17,7 +17,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 TOOLS = list((ROOT / "tools").glob("*.py"))
 # of everything; and of what is neither source nor prose, which does not grow with what the library can do
-MOST_BYTES, MOST_OF_RECORDS = 5_800_000, 560_000
+MOST_BYTES, MOST_OF_RECORDS = 6_000_000, 500_000
 SOURCE_AND_PROSE = {".py", ".md", ".toml", ".yml", ".html", ".css", ".cff", ""}
 
 
