@@ -14,6 +14,8 @@ from torch import Tensor
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BORDERS = (torch.int32, torch.int64)
 # uint16 to uint64 of torch have no arithmetic
+# of an entmax: below, the gradient by alpha has e ** 2 = (alpha - 1) ** -2 before a difference
+ALPHAS = (1.05, 2.0)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -46,6 +48,14 @@ def check_number(name: str, value: Any, above: float | None = None, least: float
     inside = (above is None or value > above) and (least is None or value >= least)
     if not (inside and -math.inf < value < math.inf):
         raise ValueError(f"{name} must be {wanted}, got {value}")
+
+
+def check_alpha(name: str, value: Any) -> None:
+    """A number that `entmax` takes."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, a tensor [Hq] or None, got {shown(value)}")
+    if value != 1 and not ALPHAS[0] <= value <= ALPHAS[1]:
+        raise ValueError(f"{name} must be 1 (softmax) or from {ALPHAS[0]} to {ALPHAS[1]:g}, got {value}")
 
 
 def check_tensor(name: str, value: Any, layout: str | None = None) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from backlight._private.torch import any_autocast
-from backlight.arguments import shown
+from backlight.arguments import ALPHAS, check_alpha, shown
 from backlight.call import Call, Memory, call_with, layout_of, manner_of
 from backlight.checking import check, check_is_tensor, check_ranks
 from backlight.spec import LARGEST, SEQUENCE_OF, TENSOR_NAMES, TENSORS, TERM_NAMES, AttentionSpec, Manner
@@ -31,8 +31,6 @@ Tensors = tuple[Any, ...]
 
 # y is less than its fp32 sums
 ROUNDED = (torch.float16, torch.bfloat16)
-# of an entmax: below, the gradient by alpha has e ** 2 = (alpha - 1) ** -2 before a difference
-ALPHAS = (1.05, 2.0)
 # where the borders begin
 FIRST_BORDER = len(TENSORS) - 2
 # which tensors have rows or keys, and which have the dtype of q
@@ -73,17 +71,14 @@ def mask_tensors(mask: Any) -> tuple[Any, Any]:
     return mask.rows, mask.pos
 
 
-def alphas_of(entmax: Any, q: Any, name: str = "entmax") -> tuple[Tensor | None, float | None]:
+def alphas_of(entmax: Any, q: Any) -> tuple[Tensor | None, float | None]:
     """entmax as the call has it: one alpha per query head, and the number that they are where it is known; 1 is a softmax."""
     if isinstance(entmax, Tensor):
         return (entmax.clamp(*ALPHAS) if entmax.dtype.is_floating_point else entmax), None
     alpha = plain(entmax)
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
-        raise TypeError(f"{name} must be a number, a tensor [Hq] or None, got {shown(entmax)}")
+    check_alpha("entmax", alpha)
     if alpha == 1:
         return None, None
-    if not ALPHAS[0] <= alpha <= ALPHAS[1]:
-        raise ValueError(f"{name} must be 1 (softmax) or from {ALPHAS[0]} to {ALPHAS[1]:g}, got {alpha}")
     # queries in e4m3 have heads like any others
     q = getattr(q, "q", q)
     if not isinstance(q, Tensor) or q.dim() < 3:

@@ -11,8 +11,8 @@ from typing_extensions import Unpack
 
 from backlight import second_operators
 from backlight.api import Options, check_backend
-from backlight.arguments import check_device, check_flag, check_tensor, shown
-from backlight.binding import ALPHAS, Tensors, batched, bind, flattened, tensors_given
+from backlight.arguments import ALPHAS, check_device, check_flag, check_tensor, shown
+from backlight.binding import Tensors, batched, bind, flattened, tensors_given
 from backlight.call import Call
 from backlight.contexts import innermost
 from backlight.spec import LEARNED, SEQUENCE_OF

@@ -36,8 +36,10 @@ ROW_MAXIMA = (
     "            rows = lse2[:, block.part(tile)]\n"
     "            torch.maximum(rows, scores.tile(tile).amax(dim=-1, keepdim=True), out=rows)"
 )
+# threads follow no seed of the caller's
+CHANCE = "globals().setdefault('CHANCE', torch.Generator())"
 IN_ANY_ORDER = (
-    "for c in torch.randperm(-(-dx.shape[2] // 16)).mul_(16).tolist():\n"
+    f"for c in torch.randperm(-(-dx.shape[2] // 16), generator={CHANCE}).mul_(16).tolist():\n"
     "                    add_product_(dq[:, part], dx[:, :, c : c + 16], scores.k[:, keys][:, c : c + 16])"
 )
 IN_16_BITS = (
@@ -121,7 +123,7 @@ HEADS: dict[str, list[Edit]] = {
             'block.rows_of(self.call.q.as_strided(self.call.q.shape, torch.empty(self.call.q.shape, device="meta").stride()))',
         )
     ],
-    "race-lost-update": [backward(DQ, DQ.replace("dx,", "dx * (torch.rand(dx.shape[1], 1) > 0.2),"))],
+    "race-lost-update": [backward(DQ, DQ.replace("dx,", f"dx * (torch.rand(dx.shape[1], 1, generator={CHANCE}) > 0.2),"))],
     "atomics-reorder": [backward(DQ, IN_ANY_ORDER)],
     "accumulates-over-calls": [
         backward(

@@ -73,6 +73,11 @@ def _detached(q, k, v, **options):
     return o.detach(), lse
 
 
+def _dropped(q, k, v, **options):
+    o, lse = ours(q, k, v, **options)
+    return torch.nn.functional.dropout(o, 0.1), lse
+
+
 def _factors(heads: int) -> torch.Tensor:
     """Slopes 2 ** (-8 h / n) of head h = 1, 2, ... in place of those for numbers that are no power of two, six for instance."""
     wrong = torch.tensor([2.0 ** (-8 * h / heads) for h in range(1, heads + 1)])
@@ -91,6 +96,7 @@ CALLERS: dict[str, Callable[..., Any]] = {
     "call-sink-lost": lambda q, k, v, sink, **options: ours(q, k, v, sink=sink * 0 - 1e4, **options),
     "gqa-map-one": _v_in_turn,
     "gradient-missing": _detached,
+    "random-numbers": _dropped,
     "bias-slopes": lambda q, k, v, bias, **options: ours(q, k, v, bias=bias * _factors(q.shape[1]), **options),
 }
 

@@ -68,15 +68,37 @@ def test_case_b_dk_off_by_a_constant() -> None:
 def test_case_b_with_lost_adds_varies_from_run_to_run() -> None:
     """If the repeated adds are not atomic the factor moves, which the repeat probe shows."""
 
+    chance = torch.Generator()
+
     class Racing(broken.Kernel):
         def backward(self, call, dy, dlse):
             out = super().backward(call, dy, dlse)
-            times = torch.randint(1, 17, (*out["dk"].shape[:3], 1))
+            times = torch.randint(1, 17, (*out["dk"].shape[:3], 1), generator=chance)
             return out | {"dk": out["dk"] * times}
 
     report = doctor.diagnose(doctor.Subject(broken.attention_of(Racing()), layout="BHSD"), CAUSAL, shape=SHAPE)
     assert report.findings[0].id == "race-lost-update"
     assert next(p for p in report.probes if p.name == "repeats").passed is False
+
+
+def test_a_module_that_was_left_in_train_mode() -> None:
+    """Dropout was called a race: results differ from run to run. They follow torch's seed, as those of a race do not."""
+
+    class Dropping(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = torch.nn.Dropout(0.1)
+
+        def forward(self, q, k, v, causal=False):
+            s = (q @ k.mT) * q.shape[-1] ** -0.5
+            hidden = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1)
+            return self.dropout(s.masked_fill(hidden, -torch.inf).softmax(-1)) @ v
+
+    module = Dropping()
+    report = doctor.diagnose(module, CAUSAL, shape=(1, 2, 72, 32), dtype=torch.float32)
+    assert report.findings[0].id == "random-numbers"
+    assert "eval mode" in report.findings[0].next_check
+    assert doctor.diagnose(module.eval(), CAUSAL, shape=(1, 2, 72, 32), dtype=torch.float32).verdict == "healthy"
 
 
 def test_case_c_only_head_0_receives_gradients() -> None:

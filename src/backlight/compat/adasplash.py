@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 import backlight
-from backlight.arguments import check_flag, check_tensor, shown
-from backlight.binding import alphas_of
+from backlight.arguments import check_alpha, check_flag, check_tensor, shown
 from backlight.compat.lazy import attend_padded
 
 
@@ -40,7 +39,7 @@ def adasplash(
     if isinstance(alpha, Tensor):
         check_tensor("alpha", alpha, "[H]")
     else:
-        alphas_of(alpha, q, "alpha")
+        check_alpha("alpha", alpha)
     if varlen is None:
         return backlight.attention(q, k, v, causal=is_causal, entmax=alpha)
     return attend_padded(q, k, v, varlen, causal=is_causal, entmax=alpha)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backlight.arguments import check_flag, check_number
-from backlight.binding import ALPHAS
+from backlight.arguments import ALPHAS, check_flag, check_number
 from backlight.nn.attention import Attention
 
 # a learned alpha stays off the ends of its range, where a sigmoid has no gradient left

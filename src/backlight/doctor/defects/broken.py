@@ -157,8 +157,13 @@ class Race(Kernel):
 
     TILE = 32
 
+    def __init__(self) -> None:
+        super().__init__()
+        # no seed of the caller's decides what threads do
+        self.chance = torch.Generator()
+
     def backward(self, call: Call, dy: Tensor, dlse: Tensor | None) -> Outputs:
-        lost = torch.rand(call.q.shape[1], -(-call.k.shape[2] // self.TILE)) < 0.3
+        lost = torch.rand(call.q.shape[1], -(-call.k.shape[2] // self.TILE), generator=self.chance) < 0.3
 
         def dq(dx: Tensor, k: Tensor, scale: float, h: int) -> Tensor:
             keep = (~lost[h]).repeat_interleave(self.TILE)[: dx.shape[1]].to(dx.dtype)
@@ -173,8 +178,12 @@ class Atomics(Kernel):
 
     TILE = 16
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.chance = torch.Generator()
+
     def backward(self, call: Call, dy: Tensor, dlse: Tensor | None) -> Outputs:
-        order = torch.randperm(-(-call.k.shape[2] // self.TILE)).tolist()
+        order = torch.randperm(-(-call.k.shape[2] // self.TILE), generator=self.chance).tolist()
 
         def dq(dx: Tensor, k: Tensor, scale: float) -> Tensor:
             total = torch.zeros(dx.shape[0], k.shape[1], dtype=torch.float32)
@@ -184,6 +193,20 @@ class Atomics(Kernel):
             return total.to(dx.dtype)
 
         return run(Mutant(backward={"dq": dq}), call, dy, dlse, dtype=torch.float32, storage=call.q.dtype)
+
+
+class Dropped(Kernel):
+    """A tenth of o is dropped, as a module in train mode does it; the backward drops the same."""
+
+    RATE = 0.1
+
+    def forward(self, call: Call) -> Outputs:
+        out = super().forward(call)
+        self.kept = (torch.rand_like(out["y"], dtype=torch.float32) >= self.RATE) / (1 - self.RATE)
+        return out | {"y": out["y"] * self.kept}
+
+    def backward(self, call: Call, dy: Tensor, dlse: Tensor | None) -> Outputs:
+        return super().backward(call, dy * self.kept, dlse)
 
 
 class Accumulates(Kernel):
@@ -313,6 +336,7 @@ MAKERS: dict[str, Callable[[], Callable[..., Any]]] = {
     "side_stream": lambda: attention_of(SideStream()),
     "race": lambda: attention_of(Race()),
     "atomics": lambda: attention_of(Atomics()),
+    "dropped": lambda: attention_of(Dropped()),
     "accumulates": lambda: attention_of(Accumulates()),
     "stale_rows": lambda: attention_of(StaleRows()),
     "nan_cell": lambda: attention_of(NanCell()),

@@ -24,7 +24,7 @@ from backlight.problems.problem import Problem
 ProbeRun = Callable[[Bench], Probe]
 # findings that memory nobody wrote can imitate
 LIKE_STALE = ("accumulates-over-calls", "race-lost-update", "do-stride", "input-stride")
-MOVES = ("race-lost-update", "accumulates-over-calls")
+MOVES = ("race-lost-update", "random-numbers", "accumulates-over-calls")
 
 
 @dataclass

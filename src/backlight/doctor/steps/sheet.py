@@ -24,7 +24,7 @@ PROBE_SCORES = {
     # what is stored elsewhere is missing where it belongs
     "write-beyond-end": 125.0,
     **dict.fromkeys(MEMORY, 120.0),
-    "race-lost-update": 115.0,
+    **dict.fromkeys(("race-lost-update", "random-numbers"), 115.0),
     "accumulates-over-calls": 112.0,
     "do-in-flight": 110.0,
     # a mutant that reproduces the data says more than where a leak shows
