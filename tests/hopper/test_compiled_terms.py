@@ -112,7 +112,7 @@ def test_everything_packed_with_a_window(d: int, dtype: torch.dtype) -> None:
 
 # --- no trace ----------------------------------------------------------------------------------------------------------------
 
-TESTS_OF_TERMS = re.compile(r"if p\.V\.(BIAS|SINK|GATE|SOFTCAP)( and not p\.V\.SHARE_QO)?:")
+TESTS_OF_TERMS = re.compile(r"if p\.V\.(BIAS|SINK|GATE|SOFTCAP)( and not p\.V\.(SHARE_QO|MASKED))?:")
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_a_plain_kernel_holds_no_trace_of_terms(tmp_path: Path, monkeypatch: pyt
 
     kernel_without = module_of(tmp_path / "kernel_without.py", Path(kernel.__file__).read_text())
     consumer_without = cut(consumer, 1)
-    for without in (cut(scores, 7), cut(steps, 3), cut(tiles, 1)):
+    for without in (cut(scores, 9), cut(steps, 3), cut(tiles, 1)):
         for name in vars(without).keys() & vars(consumer_without).keys():
             if getattr(getattr(without, name), "__module__", "") == without.__name__:
                 monkeypatch.setattr(consumer_without, name, getattr(without, name))
