@@ -13,9 +13,9 @@ from torch import Tensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BORDERS = (torch.int32, torch.int64)
-# uint16 to uint64 of torch have no arithmetic
 # of an entmax: below, the gradient by alpha has e ** 2 = (alpha - 1) ** -2 before a difference
 ALPHAS = (1.05, 2.0)
+# uint16 to uint64 of torch have no arithmetic
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 

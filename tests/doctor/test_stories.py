@@ -101,6 +101,23 @@ def test_a_module_that_was_left_in_train_mode() -> None:
     assert doctor.diagnose(module.eval(), CAUSAL, shape=(1, 2, 72, 32), dtype=torch.float32).verdict == "healthy"
 
 
+def test_a_first_call_that_differs_draws_no_random_numbers() -> None:
+    """Equal after one seed, as every later call is: it takes another seed to tell."""
+
+    class Warming(broken.Kernel):
+        calls = 0
+
+        def backward(self, call, dy, dlse):
+            out = super().backward(call, dy, dlse)
+            self.calls += 1
+            return out | {"dk": out["dk"] * (2 if self.calls == 2 else 1)}
+
+    subject = doctor.Subject(broken.attention_of(Warming()), layout="BHSD")
+    report = doctor.diagnose(subject, CAUSAL, shape=(1, 2, 72, 32))
+    assert "race-lost-update" in [finding.id for finding in report.findings]
+    assert "random-numbers" not in [finding.id for finding in report.findings]
+
+
 def test_case_c_only_head_0_receives_gradients() -> None:
     """A backward addressed dO with q's head stride; dO's own was never passed. `out.sum().backward()` delivers a dO expanded
     from one element, all strides 0: head 0 reads the right value, head h reads past it. With a contiguous dO both strides agree
