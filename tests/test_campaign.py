@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import time
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import campaign
 import pytest
 
+from backlight.bench.command import run as bench
+from backlight.bench.contenders import select
 from backlight.bench.suites import SUITES
 
 
@@ -37,7 +40,13 @@ def test_what_has_no_time_left_does_not_begin(tmp_path: Path) -> None:
 @pytest.mark.parametrize("each", campaign.PARTS, ids=lambda each: each.name)
 def test_commands_are_there(each: campaign.Part) -> None:
     suite = re.match(r"-m backlight bench run (\S+)", each.command)
-    assert suite[1] in SUITES if suite else (campaign.ROOT / each.command.split()[0]).exists()
+    assert suite is None or suite[1] in SUITES
+    source = "" if suite else (campaign.ROOT / each.command.split()[0]).read_text()
+    for option in re.findall(r"--([a-z-]+)", each.command):
+        known = option.removeprefix("no-") in inspect.signature(bench).parameters if suite else f'"--{option}"' in source
+        assert known, f"{each.name} has no --{option}"
+    for names in re.findall(r"--contenders (\S+)", each.command):
+        assert len(select(tuple(names.split(",")))) == len(names.split(","))
 
 
 def test_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

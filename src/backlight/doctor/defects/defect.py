@@ -133,6 +133,11 @@ def keys_everywhere(call: Call) -> bool:
     return all(segment.sk for segment in call.segments())
 
 
+def plain_softmax(call: Call) -> bool:
+    """Whether the weights of a row are a softmax of its scores alone, and there are some."""
+    return call.sink is None and call.tau is None and call.entmax is None and keys_everywhere(call)
+
+
 def has(term: str) -> Callable[[Call], bool]:
     return lambda call: getattr(call, term) is not None
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from backlight.call import Call
-from backlight.doctor.defects.defect import CAUSAL, Defect, keys_everywhere
+from backlight.doctor.defects.defect import CAUSAL, Defect, plain_softmax
 from backlight.doctor.defects.mutants import Mutant
 
 # keys of a tile: 1 is a loop over single keys
@@ -69,10 +69,6 @@ def _variants(call: Call) -> list[Mutant]:
     return [*found, _undivided()]
 
 
-def _plain(call: Call) -> bool:
-    return call.sink is None and call.tau is None and call.entmax is None and keys_everywhere(call)
-
-
 DEFECTS = [
     Defect(
         "divided-per-tile",
@@ -82,7 +78,7 @@ DEFECTS = [
         "lse is right; o is wrong in rows that need more than one tile, most in their first keys",
         "Run with one tile for all keys: the comparison must turn healthy.",
         family="lse",
-        needs=_plain,
+        needs=plain_softmax,
         of_forward=True,
         variants=_variants,
         demo=CAUSAL | {"shape": (1, 2, 128, 32)},

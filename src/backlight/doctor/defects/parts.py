@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from backlight.call import Call
-from backlight.doctor.defects.defect import CAUSAL, Defect, keys_everywhere
+from backlight.doctor.defects.defect import CAUSAL, Defect, plain_softmax
 from backlight.doctor.defects.mutants import Mutant, Stages
 from backlight.doctor.defects.rescaling import lengths_of_parts
 from backlight.reference import STAGES
@@ -66,10 +66,6 @@ def updated(length: int, detail: str) -> Mutant:
     return Mutant(forward={"lse": lse, "p": p}, detail=detail)
 
 
-def _plain(call: Call) -> bool:
-    return call.sink is None and call.tau is None and call.entmax is None and keys_everywhere(call)
-
-
 DEFECTS = [
     Defect(
         "part-softmax-backward",
@@ -80,11 +76,11 @@ DEFECTS = [
         "Run in one process, or with one split: the comparison must turn healthy.",
         family="loops",
         confirm="mutant; tomography of the backward's weights",
-        needs=_plain,
+        needs=plain_softmax,
         variants=_own_softmaxes,
         demo=CAUSAL | LONG,
     ),
-    partial(Defect, family="lse", needs=_plain, of_forward=True)(
+    partial(Defect, family="lse", needs=plain_softmax, of_forward=True)(
         "merge-difference",
         "exp of a difference overflows where a part of the keys lies 89 above those before it: lse is updated by "
         "log(1 + exp(its - lse)) ({detail})",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backlight.call import Call
-from backlight.doctor.defects.defect import CAUSAL, Defect, keys_everywhere
+from backlight.doctor.defects.defect import CAUSAL, Defect, plain_softmax
 from backlight.doctor.defects.mutants import Mutant
 from backlight.spec import LN2, LOG2E
 
@@ -184,11 +184,7 @@ def centred(length: int, detail: str) -> Mutant:
     return Mutant(forward={"lse": lse, "p": p}, detail=detail)
 
 
-def _plain(call: Call) -> bool:
-    return call.sink is None and call.tau is None and call.entmax is None and keys_everywhere(call)
-
-
-_rescaling = partial(Defect, family="lse", needs=_plain, of_forward=True)
+_rescaling = partial(Defect, family="lse", needs=plain_softmax, of_forward=True)
 DEFECTS = [
     _rescaling(
         "rescale-missing",

@@ -195,7 +195,7 @@ def _repeats(bench: Bench, count: int) -> Probe:
     finding = "atomics-reorder" if all(d <= limit for d in worst.values()) else "race-lost-update"
     said = f"{count} runs differ: {distances_in_words(worst)}"
     if finding == "race-lost-update" and _follow_the_seed(bench, worst):
-        finding, said = "random-numbers", f"{said}; two after the same torch.manual_seed are equal bit for bit"
+        finding, said = "random-numbers", f"{said}; after torch.manual_seed equal seeds give equal bits, another seed others"
     return Probe("", False, said, data=data | {"finding": finding, "wrong": sorted(worst)})
 
 
